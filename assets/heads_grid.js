@@ -1,0 +1,112 @@
+/* Layers x heads as a grid of buttons: colour and number say the same. `props.value` is
+   {layers, heads, values: [layer][head], low, high, label, head_word, pick, reverse}. Layers run along the long side of
+   the screen. Arrow keys, Home and End move; Enter or Space opens a head. Sends 'cell' {layer, head}. */
+const grid = element.querySelector('.kv-grid');
+const STOPS = [[0, 32, 76], [49, 68, 107], [102, 105, 112], [149, 143, 120], [202, 185, 105], [255, 233, 69]]; // cividis
+
+const colour = (share) => {
+  const t = Math.min(Math.max(share, 0), 1) * (STOPS.length - 1);
+  const i = Math.min(Math.floor(t), STOPS.length - 2);
+  const c = STOPS[i].map((a, k) => Math.round(a + (STOPS[i + 1][k] - a) * (t - i)));
+  const light = (0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]) > 120;
+  return [`rgb(${c.join(',')})`, light ? '#10141b' : '#ffffff'];
+};
+
+const short = (x) => {
+  if (x === null || !Number.isFinite(x)) return '–';
+  const a = Math.abs(x);
+  if (a >= 100) return x.toFixed(0);
+  if (a >= 9.95) return x.toFixed(0);
+  if (a >= 1.995) return x.toFixed(1);
+  const text = x.toFixed(2);
+  return a < 1 ? text.replace('0.', '.') : text;
+};
+
+let wide = true;
+let focus = [0, 0];
+
+const draw = () => {
+  const v = props.value;
+  grid.textContent = '';
+  if (!v || !v.values) return;
+  wide = element.clientWidth === 0 || element.clientWidth > 700;
+  const cols = wide ? v.layers : v.heads;
+  const rows = wide ? v.heads : v.layers;
+  grid.style.setProperty('--cols', cols);
+  grid.setAttribute('aria-label', v.label);
+  grid.setAttribute('aria-rowcount', rows + 1);
+  grid.setAttribute('aria-colcount', cols + 1);
+  const line = () => { const d = document.createElement('div'); d.setAttribute('role', 'row'); d.className = 'kv-grid-row'; grid.append(d); return d; };
+  const name = (parent, text, role) => {
+    const d = document.createElement('span'); d.setAttribute('role', role); d.className = 'kv-grid-name'; d.textContent = text; parent.append(d);
+  };
+  const top = line();
+  name(top, wide ? `${v.head_word} \\ layer` : `layer \\ ${v.head_word}`, 'columnheader');
+  for (let c = 0; c < cols; c++) name(top, c, 'columnheader');
+  focus = v.pick || [0, 0];
+  for (let r = 0; r < rows; r++) {
+    const row = line();
+    name(row, r, 'rowheader');
+    for (let c = 0; c < cols; c++) {
+      const layer = wide ? c : r, head = wide ? r : c;
+      const x = (v.values[layer] || [])[head];
+      const holder = document.createElement('span');
+      holder.setAttribute('role', 'gridcell');
+      const b = document.createElement('button');
+      b.type = 'button';
+      b.dataset.layer = layer; b.dataset.head = head;
+      b.textContent = short(x);
+      const has = x !== null && Number.isFinite(x);
+      if (has) {
+        let share = v.log ? Math.log(Math.max(x, 1e-9) / v.low) / Math.log(v.high / v.low) : (x - v.low) / (v.high - v.low);
+        if (v.reverse) share = 1 - share;
+        const [back, fore] = colour(share);
+        b.style.background = back; b.style.color = fore;
+      }
+      b.setAttribute('aria-label', `layer ${layer}, ${v.head_word} ${head}: ${has ? x.toPrecision(3) : 'not measured'}`);
+      b.title = b.getAttribute('aria-label');
+      const here = layer === focus[0] && head === focus[1];
+      b.tabIndex = here ? 0 : -1;
+      if (v.pick && here) { b.classList.add('kv-picked'); b.setAttribute('aria-pressed', 'true'); }
+      holder.append(b); row.append(holder);
+    }
+  }
+};
+
+const at = (layer, head) => grid.querySelector(`button[data-layer="${layer}"][data-head="${head}"]`);
+
+const open = (button, keep) => {
+  grid.querySelectorAll('.kv-picked').forEach((b) => { b.classList.remove('kv-picked'); b.removeAttribute('aria-pressed'); });
+  grid.querySelectorAll('button[tabindex="0"]').forEach((b) => { b.tabIndex = -1; });
+  button.classList.add('kv-picked'); button.setAttribute('aria-pressed', 'true'); button.tabIndex = 0;
+  trigger('cell', { layer: Number(button.dataset.layer), head: Number(button.dataset.head) });
+};
+
+grid.addEventListener('click', (event) => { const b = event.target.closest('button'); if (b) open(b); });
+
+grid.addEventListener('keydown', (event) => {
+  const b = event.target.closest('button');
+  if (!b) return;
+  let layer = Number(b.dataset.layer), head = Number(b.dataset.head);
+  const v = props.value;
+  const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
+  if (step) {
+    layer += wide ? step[1] : step[0];
+    head += wide ? step[0] : step[1];
+  } else if (event.key === 'Home') { if (wide) layer = 0; else head = 0; }
+  else if (event.key === 'End') { if (wide) layer = v.layers - 1; else head = v.heads - 1; }
+  else return;
+  event.preventDefault();
+  const next = at(layer, head);
+  if (!next) return;
+  b.tabIndex = -1; next.tabIndex = 0; next.focus();
+});
+
+let last = 0;
+new ResizeObserver(() => {
+  const now = element.clientWidth;
+  if (now && ((now > 700) !== (last > 700) || !last)) { last = now; draw(); }
+}).observe(element);
+
+watch('value', draw);
+draw();

@@ -1,0 +1,224 @@
+"""Artefacts: what is saved is what is loaded; everything else is refused, by name, before it is used."""
+
+import json
+import os
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import tiny_model
+from tests.kv.test_mapper import random_mapper
+from workbench.errors import ArtefactError
+from workbench.kv import artefact
+from workbench.kv.artefact import MANIFEST, TENSORS, Manifest, ModelIdentity
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A mapper between two tiny models, and its manifest."""
+    mapper = random_mapper(tiny_model("llama", 1), tiny_model("llama", 2, num_hidden_layers=4))
+    manifest = Manifest(
+        direction="up",
+        source=ModelIdentity("small", "sha256:aa", mapper.source, "sha256:tok"),
+        target=ModelIdentity("large", "sha256:bb", mapper.target, "sha256:tok"),
+        objective="plain", top_k=2, ridge=0.01, anchors=4, hold_back=16,
+        key_layers=mapper.key_layers, value_layers=mapper.value_layers,
+        calibration={"name": "x"}, held_out={"r2_k": 0.5}, versions={"torch": "0"},
+    )  # fmt: skip
+    return mapper, manifest
+
+
+@pytest.fixture
+def saved(made, tmp_path):
+    """The folder of a saved artefact."""
+    folder = tmp_path / "mapper"
+    artefact.save(folder, *made)
+    return folder
+
+
+def test_round_trip(made, saved):
+    mapper, manifest = made
+    loaded, read = artefact.load(saved, manifest.source, manifest.target, "up")
+    assert read == replace(manifest, tensors_sha256=read.tensors_sha256)
+    for name in ("key_weight", "value_weight"):
+        for ours, theirs in zip(getattr(loaded, name), getattr(mapper, name), strict=True):
+            torch.testing.assert_close(ours.float(), theirs, rtol=1e-3, atol=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.key_bias, mapper.key_bias, strict=True))
+    assert (loaded.key_layers, loaded.anchors, loaded.hold_back) == (mapper.key_layers, 4, 16)
+
+
+def test_only_two_files_and_no_leftovers(saved, made):
+    artefact.save(saved, *made)
+    assert sorted(os.listdir(saved)) == [MANIFEST, TENSORS]
+    assert os.listdir(saved.parent) == ["mapper"]
+
+
+def wrong(identity, **changes):
+    return replace(identity, **changes)
+
+
+@pytest.mark.parametrize(
+    ("side", "change", "field"),
+    [
+        ("source", {"revision": "sha256:other"}, "source.revision"),
+        ("target", {"revision": "sha256:other"}, "target.revision"),
+        ("source", {"tokenizer": "sha256:other"}, "source.tokenizer"),
+        ("target", {"spec": {"layers": 5}}, "target.spec.layers"),
+        ("target", {"spec": {"family": "qwen3"}}, "target.spec.family"),
+        ("source", {"spec": {"rope": {"theta": 77.0}}}, "source.spec.rope"),
+    ],
+)
+def test_another_model_is_refused_by_the_field(made, saved, side, change, field):
+    _, manifest = made
+    identity = getattr(manifest, side)
+    if "spec" in change:
+        spec = dict(change["spec"])
+        if "rope" in spec:
+            spec["rope"] = replace(identity.spec.rope, **spec["rope"])
+        change = {"spec": replace(identity.spec, **spec)}
+    expected = {"source": manifest.source, "target": manifest.target} | {side: replace(identity, **change)}
+    with pytest.raises(ArtefactError, match=field.replace(".", r"\.")):
+        artefact.load(saved, expected["source"], expected["target"], "up")
+
+
+def test_wrong_direction_is_refused(saved):
+    with pytest.raises(ArtefactError, match="'up', but 'down' is needed"):
+        artefact.load(saved, direction="down")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.floats(0, 1), bit=st.integers(0, 7), name=st.sampled_from([TENSORS, MANIFEST]))
+def test_one_flipped_bit_is_never_accepted_as_other_numbers(made, tmp_path_factory, position, bit, name):
+    """A flip in the tensors is always refused; one in the manifest is refused or reads as another manifest."""
+    folder = tmp_path_factory.mktemp("flip") / "mapper"
+    artefact.save(folder, *made)
+    before = artefact.read_manifest(folder)
+    blob = bytearray((folder / name).read_bytes())
+    index = min(int(position * len(blob)), len(blob) - 1)
+    blob[index] ^= 1 << bit
+    (folder / name).write_bytes(blob)
+    try:
+        _, manifest = artefact.load(folder, before.source, before.target, before.direction)
+    except ArtefactError:
+        return
+    assert name == MANIFEST
+    assert manifest.tensors_sha256 == before.tensors_sha256
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 0.999))
+def test_cut_files_are_refused(made, tmp_path_factory, share):
+    folder = tmp_path_factory.mktemp("cut") / "mapper"
+    artefact.save(folder, *made)
+    for name in (TENSORS, MANIFEST):
+        blob = (folder / name).read_bytes()
+        (folder / name).write_bytes(blob[: int(share * len(blob))])
+        with pytest.raises(ArtefactError):
+            artefact.load(folder)
+        (folder / name).write_bytes(blob)
+    (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes() + b"x")
+    with pytest.raises(ArtefactError, match="bytes where"):
+        artefact.load(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
+        b"<!doctype html><title>404</title>",
+        pickle.dumps({"key.0.weight": [1, 2]}),
+        (2**63).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"{}",
+        (9).to_bytes(8, "little") + b"[[[[[[[[[",
+    ],
+)
+def test_other_files_under_the_name_are_refused(saved, content):
+    (saved / TENSORS).write_bytes(content)
+    with pytest.raises(ArtefactError):
+        artefact.load(saved)
+
+
+def rewrite_header(folder, change):
+    """Put another header before the same tensor bytes."""
+    blob = (folder / TENSORS).read_bytes()
+    size = int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    (folder / TENSORS).write_bytes(len(text).to_bytes(8, "little") + text + blob[8 + size :])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h.pop("key.0.weight"), "no tensor 'key.0.weight'"),
+        (lambda h: h.update(extra=h["key.0.bias"]), "unknown tensor 'extra'"),
+        (lambda h: h["value.1.bias"].update(shape=[0, 2**60]), "value.1.bias"),
+        (lambda h: h["value.1.bias"].update(dtype="I64"), "value.1.bias"),
+        (lambda h: h.update({f"t{i}": h["key.0.bias"] for i in range(100_000)}), "unknown tensor|no safetensors"),
+    ],
+)
+def test_header_tricks_are_refused_by_name(saved, change, message):
+    rewrite_header(saved, change)
+    with pytest.raises(ArtefactError, match=message):
+        artefact.load(saved)
+
+
+def test_links_pipes_and_huge_sparse_files_are_refused_at_once(saved):
+    path = saved / TENSORS
+    path.rename(saved / "elsewhere")
+    path.symlink_to(saved / "elsewhere")
+    with pytest.raises(ArtefactError, match="not a plain file"):
+        artefact.load(saved)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ArtefactError, match="not a plain file"):
+        artefact.load(saved)
+    path.unlink()
+    (saved / "elsewhere").rename(path)
+    os.truncate(path, 10 * 2**30)
+    with pytest.raises(ArtefactError, match="bytes where"):
+        artefact.load(saved)
+
+
+def test_values_that_are_not_finite_are_neither_saved_nor_loaded(made, tmp_path):
+    mapper, manifest = made
+    broken = (torch.full_like(mapper.key_bias[0], float("nan")), *mapper.key_bias[1:])
+    with pytest.raises(ArtefactError, match="key.0.bias has"):
+        artefact.save(tmp_path / "mapper", replace(mapper, key_bias=broken), manifest)
+    assert not (tmp_path / "mapper").exists()
+
+
+def test_a_kill_between_the_renames_loses_nothing(made, saved):
+    saved.rename(saved.parent / ".mapper.old")
+    (saved.parent / ".mapper.new-abc").mkdir()
+    artefact.load(saved)
+    assert os.listdir(saved.parent) == ["mapper"]
+
+
+def test_weights_too_large_for_half_precision_keep_float32(made, tmp_path):
+    mapper, manifest = made
+    big = replace(mapper, key_weight=(mapper.key_weight[0] * 1e6, *mapper.key_weight[1:]))
+    artefact.save(tmp_path / "mapper", big, manifest)
+    loaded, _ = artefact.load(tmp_path / "mapper")
+    torch.testing.assert_close(loaded.key_weight[0], big.key_weight[0])
+
+
+def test_unknown_format_and_fields_are_named(saved):
+    path = saved / MANIFEST
+    data = json.loads(path.read_text())
+    for change, message in (
+        ({"format": 99}, "format is 99"),
+        ({"surprise": 1}, "unknown field 'surprise'"),
+        ({"anchors": True}, "'anchors' has the wrong type"),
+        ({"key_layers": [[99]] * 4}, "'key_layers'"),
+        ({"source": {}}, "'source'"),
+    ):
+        path.write_text(json.dumps(data | change))
+        with pytest.raises(ArtefactError, match=message):
+            artefact.load(saved)

@@ -1,0 +1,112 @@
+"""Fitting, end to end on tiny models: it recovers what is linear, resumes, stops, and refuses what cannot work."""
+
+import pytest
+import torch
+
+from tests.conftest import random_ids, tiny_model, tiny_tokenizer
+from tests.kv.test_mapper import filled
+from workbench.errors import Cancelled, IncompatiblePairError, InputError
+from workbench.kv import artefact
+from workbench.kv.cache import layer_tensors, new_cache
+from workbench.kv.fit import FitOptions, Gatherer, cut_sequences, fit
+from workbench.kv.state import FitState
+from workbench.models.loading import wrap
+
+TEXTS = ["".join(chr(97 + (i * 7 + j * j) % 26) + (" the" if i % 5 else ".\n") for i in range(700)) for j in range(6)]
+OPTIONS = FitOptions(sequences=24, length=64, top_k=None, ridge=1e-6, anchors=2, hold_back=4)
+
+
+@pytest.fixture(scope="module")
+def twins():
+    """One model under two names: the relation between the caches is exactly linear."""
+    tokenizer = tiny_tokenizer()
+    return wrap(tiny_model("llama", 1), tokenizer, "one"), wrap(tiny_model("llama", 1), tokenizer, "two")
+
+
+def test_a_linear_pair_is_recovered_and_survives_saving(twins, tmp_path):
+    source, target = twins
+    mapper, manifest, report = fit(source, target, TEXTS, OPTIONS, direction="up")
+    assert report.r2_k > 0.999 and report.r2_v > 0.999
+    artefact.save(tmp_path / "m", mapper, manifest)
+    loaded, _ = artefact.load(tmp_path / "m", source.identity, target.identity, "up")
+    ids = source.tokenizer(TEXTS[0])["input_ids"][:40]  # tokens that the fit has seen
+    native, mapped = filled(target.model, ids), new_cache(3)
+    loaded.to(torch.float32).map_into(filled(source.model, ids), mapped, 0, 40, source.rotary, target.rotary)
+    for layer in range(3):
+        for ours, theirs in zip(layer_tensors(mapped, layer), layer_tensors(native, layer), strict=True):
+            assert (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+def test_different_geometry_both_directions_and_held_out_counts():
+    tokenizer = tiny_tokenizer()
+    small = wrap(tiny_model("qwen3", 1), tokenizer, "small")
+    large = wrap(tiny_model("llama-llama3", 2), tokenizer, "large")
+    for source, target, direction in ((small, large, "up"), (large, small, "down")):
+        mapper, manifest, report = fit(source, target, TEXTS, FitOptions(24, 64, top_k=1, anchors=2), direction=direction)
+        assert manifest.direction == direction and mapper.target == target.spec
+        assert all(len(chosen) == 1 for chosen in mapper.key_layers)
+        assert (report.tokens, report.heldout_tokens) == (21 * 62, 3 * 62)
+        assert report.p_over_n == pytest.approx((source.spec.kv_width + 1) / (21 * 62))
+
+
+def test_overfitting_warns():
+    tokenizer = tiny_tokenizer()
+    model = wrap(tiny_model("llama", 1), tokenizer, "x")
+    _, _, report = fit(model, model, TEXTS, FitOptions(8, 64, top_k=3), direction="up")
+    assert report.p_over_n > 0.2 and "p/n" in report.warning
+
+
+def test_stop_and_resume_give_the_same_fit(twins, tmp_path):
+    source, target = twins
+    options = FitOptions(sequences=16, length=64, top_k=2)
+    whole, _, _ = fit(source, target, TEXTS, options, direction="up")
+
+    state = tmp_path / "state"
+    sequences = cut_sequences(source.tokenizer, TEXTS, options)
+    calls = iter(range(100))
+    import workbench.kv.fit as module
+
+    keep = module.FitState
+    module.FitState = lambda path, digest: keep(path, digest, every_seconds=0.0)
+    try:
+        with pytest.raises(Cancelled):
+            fit(source, target, TEXTS, options, direction="up", state_file=state, should_stop=lambda: next(calls) >= 9)
+        read = []
+        resumed, _, _ = fit(source, target, TEXTS, options, direction="up", state_file=state, resume=True,
+                            progress=lambda share, text: read.append(text))  # fmt: skip
+    finally:
+        module.FitState = keep
+    assert read[0] == f"read 10 of {len(sequences)} sequences"
+    assert not state.exists()
+    assert resumed.key_layers == whole.key_layers
+    for ours, theirs in zip(resumed.key_weight, whole.key_weight, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_state_of_another_fit_is_not_used(twins, tmp_path):
+    source, target = twins
+    gatherer = Gatherer(source, target, OPTIONS)
+    gatherer.add(random_ids(64), held_out=False)
+    FitState(tmp_path / "s", "one").save(gatherer.moments, 1)
+    assert FitState(tmp_path / "s", "other").restore(gatherer.moments) == 0
+    assert FitState(tmp_path / "s", "one").restore(gatherer.moments) == 1
+    (tmp_path / "s").write_bytes(b"torn")
+    assert FitState(tmp_path / "s", "one").restore(gatherer.moments) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sequences": 3}, {"length": 8}, {"top_k": 0}, {"ridge": -1.0}, {"hold_back": 0}, {"anchors": -1}, {"stride": 0}],
+)
+def test_bad_options_are_refused(wrong):
+    with pytest.raises(InputError):
+        FitOptions(**wrong)
+
+
+def test_too_little_text_and_other_vocabularies_are_refused(twins):
+    source, target = twins
+    with pytest.raises(InputError, match="only 0 pieces"):
+        fit(source, target, [TEXTS[0][:60]], FitOptions(24, 64), direction="up")
+    other = wrap(tiny_model("llama", 1, vocab_size=640), tiny_tokenizer(), "other")
+    with pytest.raises(IncompatiblePairError):
+        fit(source, other, TEXTS, OPTIONS, direction="up")

@@ -1,0 +1,88 @@
+"""One call runs ids over a cache: chunked or not, with or without logits, stoppable."""
+
+import pytest
+import torch
+
+from tests.conftest import random_ids, tiny_model
+from workbench.errors import Cancelled
+from workbench.kv.cache import layer_tensors, length, new_cache, truncate
+from workbench.kv.forward import forward
+from workbench.kv.spec import KVSpec
+
+
+def native(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 64, 100, 1000])
+def test_chunked_over_a_cache_equals_native(any_model: torch.nn.Module, chunk: int | None) -> None:
+    ids = random_ids(100)
+    cache = new_cache(any_model.config.num_hidden_layers)
+    forward(any_model, ids[:23], cache, keep=0)
+    logits = forward(any_model, ids[23:], cache, keep=77 if chunk == 64 else 5, chunk=chunk)
+    assert logits is not None
+    torch.testing.assert_close(logits, native(any_model, ids)[-logits.shape[0] :], rtol=1e-4, atol=1e-4)
+    assert length(cache) == 100
+
+
+def test_logits_are_float32_on_the_cpu_and_free_to_change() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    logits = forward(model, random_ids(5), new_cache(3))
+    assert logits is not None and logits.shape == (1, 320) and logits.dtype == torch.float32
+    logits[:, 3] = -float("inf")  # an inference tensor would raise here
+
+
+def test_keep_zero_runs_without_the_head() -> None:
+    model, cache = tiny_model("qwen3"), new_cache(3)
+    calls: list[int] = []
+    handle = model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    assert forward(model, random_ids(30), cache, keep=0, chunk=8) is None
+    assert not calls and length(cache) == 30
+    forward(model, random_ids(30), cache, keep=3, chunk=8)
+    handle.remove()
+    assert len(calls) == 1  # chunks before the last do not run it either
+
+
+def test_stop_between_chunks_leaves_a_cache_that_can_be_cut() -> None:
+    model, cache, ids = tiny_model("llama"), new_cache(3), random_ids(50)
+    forward(model, ids[:10], cache, keep=0)
+    before = layer_tensors(cache, 2)[0].clone()
+    answers = iter([False, False, True])
+    with pytest.raises(Cancelled):
+        forward(model, ids[10:], cache, chunk=10, should_stop=lambda: next(answers))
+    assert length(cache) == 30
+    truncate(cache, 10)
+    assert torch.equal(layer_tensors(cache, 2)[0], before)
+    torch.testing.assert_close(forward(model, ids[10:], cache), native(model, ids)[-1:], rtol=1e-4, atol=1e-4)
+
+
+def test_an_error_inside_leaves_a_cache_that_can_be_cut() -> None:
+    model, cache, ids = tiny_model("llama"), new_cache(3), random_ids(20)
+    forward(model, ids[:10], cache, keep=0)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward(model, ids[10:], cache)
+    handle.remove()
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20, 10]
+    truncate(cache, length(cache))
+    torch.testing.assert_close(forward(model, ids[10:], cache), native(model, ids)[-1:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_that_is_never_reached_changes_nothing() -> None:
+    model, ids = tiny_model("mistral", sliding_window=512), random_ids(200)
+    assert KVSpec.from_config(model.config).max_positions == 512
+    logits = forward(model, ids, new_cache(3), keep=100, chunk=50)
+    torch.testing.assert_close(logits, native(model, ids)[-100:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("ids", "keep"), [([], 1), ([1, 2], 3), ([1], -1)])
+def test_wrong_requests(ids: list[int], keep: int) -> None:
+    cache = new_cache(3)
+    with pytest.raises(ValueError):
+        forward(tiny_model("llama"), ids, cache, keep=keep)
+    assert length(cache) == 0

@@ -1,0 +1,1 @@
+"""The conversation, its token loop, and the handoff from one model to the other."""

@@ -1,0 +1,486 @@
+"""A conversation that can change models: its turns, their exact ids, and which model holds which cache.
+
+    send ─▶ render ids ─▶ longest common prefix with what this side holds ─▶ run the rest ─▶ decode ─▶ message
+    switch ─▶ the other side's cache gets the same ids: reused, mapped, run natively (`handoff.py`) ─▶ account
+
+The context is always exactly `token_ids`. Each side keeps its cache with the ids that it covers (`held.py`), so after a
+switch back only what is new is mapped, and after undo, edit or a template that rewrites old answers the rest is run
+again, and counted. One chat template serves the whole conversation, that of the model which spoke first; stop ids are
+always those of the model that speaks.
+
+A call that fails leaves messages, ids, side and accounts as they were. A stop is no failure: what was said stays.
+The models are shared by all visitors, so every prefill chunk and every token is run holding `host.lane`, which is free
+while a message waits for its reader.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from workbench.chat import handoff
+from workbench.chat.decode import HALF, Sampling, TextStream, decode
+from workbench.chat.handoff import PREFILL_CHUNK, Account
+from workbench.chat.held import Held
+from workbench.chat.template import clean, render
+from workbench.errors import Cancelled, InputError, WorkbenchError
+from workbench.kv.cache import length
+from workbench.kv.forward import forward
+from workbench.models.catalog import SIDES, direction_to, other_side
+from workbench.models.loading import LoadedModel
+from workbench.models.pair import PairHost
+
+ShouldStop = Callable[[], bool] | None
+CHARS_PER_TOKEN = 32  # a message with more characters a token than this is refused without tokenising it
+FULL = "The answer ends here because the context is full."
+
+
+@dataclass
+class Message:
+    """One turn.
+
+    Attributes:
+        role: "user" or "assistant".
+        text: what is shown; whole characters only.
+        token_ids: of an answer, exactly as generated, without the stop id.
+        side: "small" or "large", of an answer.
+        model: name of the weights that wrote it.
+        how: where its context came from: "native", "mapped", "prefill" or "fallback".
+        account: of the switch just before it.
+        stopped: the person stopped it.
+        notice: why it ended early otherwise.
+        reused: tokens of the context that its model held already.
+        native: tokens of the context that were run for it.
+        rerun: of those, how many had been held but did not fit any more (undo, edit, a template that rewrites).
+        ms: milliseconds from asking to the last token.
+        tokens_per_second: while decoding.
+    """
+
+    role: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    side: str | None = None
+    model: str | None = None
+    how: str | None = None
+    account: Account | None = None
+    stopped: bool = False
+    notice: str = ""
+    reused: int = 0
+    native: int = 0
+    rerun: int = 0
+    ms: float = 0.0
+    tokens_per_second: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return data | {
+            "token_ids": list(self.token_ids),
+            "account": self.account.to_json() if self.account else None,
+        }
+
+
+class Conversation:
+    """One person's chat with a pair of models.
+
+    Attributes:
+        messages: turns so far, user and assistant by turns.
+        side: which model answers next.
+        accounts: one of every switch.
+        sampling: may be changed between messages.
+        system: system prompt, None for the template's own; may be changed between messages.
+        anchors, hold_back: for switches, None for the mapper's own choice.
+    """
+
+    def __init__(
+        self,
+        host: PairHost,
+        sampling: Sampling | None = None,
+        system: str | None = None,
+        side: str = "small",
+        anchors: int | None = None,
+        hold_back: int | None = None,
+    ) -> None:
+        """Nothing is loaded or computed yet."""
+        if side not in SIDES:
+            raise InputError(f"There is no side {side!r}.", "Use small or large.")
+        self.host, self.sampling, self.system, self.side = host, sampling or Sampling(), system, side
+        self.anchors, self.hold_back = anchors, hold_back
+        self.messages: list[Message] = []
+        self.accounts: list[Account] = []
+        self._ids: list[int] = []
+        self._held: dict[str, Held] = {}
+        self._template_side: str | None = None
+        self._new_account: Account | None = None  # of a switch that no answer has followed yet
+        self._switch_ids: list[int] = []
+        self._attempt = 0
+        self._busy = threading.Lock()
+
+    # --- what there is ---
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Exact ids of the whole conversation."""
+        return list(self._ids)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that both sides hold for this conversation."""
+        return sum(held.nbytes for held in self._held.values())
+
+    def covered(self, side: str) -> int:
+        """Tokens of this conversation that a side holds."""
+        return len(self._held[side].ids) if side in self._held else 0
+
+    def context_left(self) -> int:
+        """Tokens that still fit, by the smaller limit of both models."""
+        return max(0, self.host.max_positions() - len(self._ids))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "pair": self.host.pair.name,
+            "side": self.side,
+            "system": self.system,
+            "sampling": asdict(self.sampling),
+            "messages": [message.to_json() for message in self.messages],
+            "accounts": [account.to_json() for account in self.accounts],
+            "token_ids": self.token_ids,
+        }
+
+    # --- saying something ---
+
+    def send(self, text: str, should_stop: ShouldStop = None) -> Iterator[Message]:
+        """Say something and get the growing answer.
+
+        Args:
+            text: what the person says.
+            should_stop: asked at every token and every chunk; the answer so far then stays, marked as stopped. Closing
+                the iterator stops as well.
+
+        Yields:
+            Always the same message: once before anything is computed, then after every token, at last complete.
+
+        Raises:
+            InputError: empty, or too long for either model; nothing was computed.
+            WorkbenchError: the model cannot be had, or failed. The conversation is as it was before.
+        """
+        yield from self._answer(len(self.messages), text, should_stop, attempt=0)
+
+    def retry(self, should_stop: ShouldStop = None) -> Iterator[Message]:
+        """Answer the last message again, by the model whose turn it is now; like `send` otherwise."""
+        last = self._last_question()
+        yield from self._answer(last, self.messages[last].text, should_stop, attempt=self._attempt + 1)
+
+    def edit(self, index: int, text: str, should_stop: ShouldStop = None) -> Iterator[Message]:
+        """Replace the user's message at `index`, drop what followed, and answer; like `send` otherwise."""
+        if not 0 <= index < len(self.messages) or self.messages[index].role != "user":
+            raise InputError("There is no message of yours at this place.")
+        yield from self._answer(index, text, should_stop, attempt=0)
+
+    def undo(self) -> str:
+        """Take back the last message and its answer; the side stays. Returns the message's text."""
+        with self._claimed():
+            last = self._last_question()
+            text = self.messages[last].text
+            ids = self._render(self.messages[:last])
+            self._new_account = self._orphaned(last)
+            del self.messages[last:]
+            self._ids = ids
+            for held in self._held.values():
+                held.fit(ids)
+            return text
+
+    def clear(self) -> None:
+        """Forget everything but the side and the settings."""
+        with self._claimed():
+            self.messages, self.accounts, self._ids, self._switch_ids = [], [], [], []
+            self._held, self._template_side, self._new_account = {}, None, None
+
+    def drop_caches(self) -> None:
+        """Free the caches of both sides; what is needed of them is computed again, as a visible true prefill."""
+        with self._claimed():
+            self._held = {}
+
+    # --- changing models ---
+
+    def switch(self, to: str | None = None, how: str = "mapped", should_stop: ShouldStop = None) -> Account:
+        """Let the other model carry on.
+
+        Args:
+            to: "small" or "large", None for the one that is not speaking.
+            how: "mapped", or "prefill" for a true prefill.
+            should_stop: asked between layers and chunks.
+
+        Returns:
+            The account. Its `how` is "fallback" when mapping was not possible, with the reason.
+
+        Raises:
+            InputError: no such side, or that model is speaking already.
+            Cancelled: it was stopped. The conversation is as it was before.
+        """
+        to = other_side(self.side) if to is None else to
+        if to not in SIDES or how not in ("mapped", "prefill"):
+            raise InputError(f"Cannot switch to {to!r} by {how!r}.", "Switch to small or large, by mapped or prefill.")
+        with self._claimed():
+            if to == self.side:
+                raise InputError(f"{self.host.name(to)} is speaking already.")
+            target = self.host.model(to)
+            with self._out_of_memory(target):
+                account = self._take_over(to, target, how, should_stop)
+            self.side = to
+            self.accounts.append(account)
+            self._new_account, self._switch_ids = account, list(self._ids)
+            return account
+
+    def measure_prefill(self) -> Account:
+        """The last switch's account with the true prefill that it avoided, measured now on a scratch cache."""
+        with self._claimed():
+            if not self.accounts or not self.accounts[-1].tokens:
+                raise InputError("There was no switch with a context yet.", "Chat, then switch models.")
+            old, model = self.accounts[-1], self.host.model(self.side)
+            if old.how == "mapped":
+                with self.host.holding_lane(), self._out_of_memory(model):
+                    new = handoff.measure_prefill(old, self._switch_ids, model)
+            else:  # it was one
+                new = replace(old, prefill_ms=old.ms["total"], prefill_source="measured")
+            self.accounts[-1] = new
+            self._new_account = new if self._new_account is old else self._new_account
+            for message in self.messages:
+                message.account = new if message.account is old else message.account
+            return new
+
+    def _take_over(self, to: str, target: LoadedModel, how: str, should_stop: ShouldStop) -> Account:
+        """Bring the target's cache to the conversation's ids."""
+        ids, names = self._ids, (self.host.name(self.side), target.name)
+        if not ids:
+            return Account(*names, how=how, tokens=0, reused=0, mapped=0, native=0, anchors=0, hold_back=0, ms={"total": 0.0})
+        held, reason = self._holding(to, target), ""
+        if how == "mapped":
+            try:
+                return self._map(to, target, held, should_stop)
+            except (Cancelled, torch.OutOfMemoryError, MemoryError):
+                raise
+            except WorkbenchError as error:
+                reason = str(error)
+            except Exception as error:  # whatever a mapper does wrong, the conversation goes on, visibly without it
+                reason = f"Mapping failed ({type(error).__name__}: {str(error)[:200]})."
+        with self.host.holding_lane(should_stop):
+            held.fit(ids)
+            held.cut_mapped()  # a true prefill rests on nothing that was mapped
+            try:
+                _, account = handoff.prefill(ids, target, held.cache, names[0], reason, should_stop)
+            finally:
+                held.covers(ids)
+            held.origin = account.how
+        return account
+
+    def _map(self, to: str, target: LoadedModel, held: Held, should_stop: ShouldStop) -> Account:
+        """Hand over through the mapper.
+
+        Raises:
+            WorkbenchError: there is no mapper, nothing to map from, or it gave no numbers.
+        """
+        ids, source = self._ids, self.host.model(self.side)
+        mapper, _ = self.host.mapper(direction_to(to))
+        with self.host.holding_lane(should_stop):
+            theirs = self._holding(self.side, source)
+            if theirs.fit(ids) == 0 and held.fit(ids) < len(ids):
+                raise WorkbenchError(f"The cache of {source.name} is not held any more.")
+            before = held.fit(ids)
+            held.cut(len(ids) - 1)
+            try:
+                logits, account = handoff.hand_over(
+                    ids, theirs.cache, target, held.cache, mapper, source, self.anchors, self.hold_back, should_stop
+                )
+                if not torch.isfinite(logits).all():
+                    raise WorkbenchError("Mapping gave values that are not finite.")
+            except BaseException:
+                held.cut(min(before, length(held.cache)))
+                raise
+            start = account.reused + account.anchors
+            if account.mapped:
+                held.mapped.append((start, start + account.mapped))
+            held.covers(ids)
+        return account
+
+    # --- how an answer comes about ---
+
+    def _answer(self, keep: int, text: str, should_stop: ShouldStop, attempt: int) -> Iterator[Message]:
+        """Put a message after the first `keep` ones and answer it; restores everything when it fails."""
+        with self._claimed():
+            text = clean(text)
+            if not text.strip():
+                raise InputError("The message is empty.", "Type something first.")
+            model = self.host.model(self.side)
+            limit = self.host.max_positions()
+            if len(text) > CHARS_PER_TOKEN * limit:
+                raise InputError(
+                    f"The message has {len(text):,} characters, far more than the {limit:,} tokens that fit.", "Shorten it."
+                )
+            before = (self.messages, self._ids, self._template_side, self._new_account, self._attempt)
+            question, answer = Message("user", text), Message("assistant", side=self.side, model=model.name)
+            turns = [*self.messages[:keep], question]
+            try:
+                self._template_side = (self._template_side if keep else None) or self.side
+                prompt = self._render(turns, generation_prompt=True)
+                room = limit - len(prompt) - max(0, len(self._render([*turns, answer])) - len(prompt))
+                if room < 1:
+                    raise InputError(
+                        f"With this message the conversation has {len(prompt):,} tokens, and {limit:,} fit at most.",
+                        "Shorten it, undo something, or start again.",
+                    )
+                answer.account = self._orphaned(keep)
+                self.messages, self._new_account, self._attempt = [*turns, answer], None, attempt
+                stopping = self._stream(answer, prompt, room, model, should_stop)
+                try:
+                    with self._out_of_memory(model):
+                        yield from stopping
+                finally:
+                    stopping.close()
+                    if self.messages and self.messages[-1] is answer:
+                        self._ids = self._render(self.messages)
+            except GeneratorExit:
+                raise
+            except BaseException:
+                self.messages, self._ids, self._template_side, self._new_account, self._attempt = before
+                raise
+
+    def _stream(
+        self, answer: Message, prompt: list[int], room: int, model: LoadedModel, should_stop: ShouldStop
+    ) -> Iterator[Message]:
+        """Prefill what this side lacks, then decode into `answer`."""
+        started = decoding = perf_counter()
+        stream = TextStream(model.tokenizer)
+        complete = False
+        try:
+            yield answer
+            held = self._holding(self.side, model)
+            had = len(held.ids)
+            common = held.fit(prompt)
+            held.cut(len(prompt) - 1)  # the last token must run for its logits
+            answer.reused, answer.native, answer.rerun = len(held.ids), len(prompt) - len(held.ids), had - common
+            logits = self._prefill(held, model, prompt, should_stop)
+            answer.how = held.how
+            decoding = perf_counter()
+            wanted = min(self.sampling.max_new_tokens, room)
+            sampling = replace(self.sampling, max_new_tokens=wanted, seed=self.sampling.seed + self._attempt)
+            for token in self._tokens(held, model, prompt, answer, logits, sampling, should_stop):
+                answer.text += stream.push(token)
+                answer.ms = (perf_counter() - started) * 1e3
+                yield answer
+            complete = not answer.stopped
+            if wanted == room < self.sampling.max_new_tokens and len(answer.token_ids) == room:
+                answer.notice = FULL
+        except Cancelled:
+            answer.stopped = True
+        finally:
+            answer.stopped = not complete
+            answer.text += stream.flush().rstrip(HALF)
+            answer.how = answer.how or (self._held[self.side].how if self.side in self._held else "native")
+            now = perf_counter()
+            answer.ms = (now - started) * 1e3
+            if answer.token_ids and now > decoding:
+                answer.tokens_per_second = len(answer.token_ids) / (now - decoding)
+        yield answer
+
+    def _prefill(self, held: Held, model: LoadedModel, prompt: list[int], should_stop: ShouldStop) -> torch.Tensor:
+        """Run the rest of the prompt in chunks; a stop keeps the chunks that are done. Returns logits (1, vocab)."""
+        logits: torch.Tensor | None = None
+        while len(held.ids) < len(prompt):
+            start = len(held.ids)
+            stop = min(start + PREFILL_CHUNK, len(prompt))
+            with self.host.holding_lane(should_stop):
+                if should_stop is not None and should_stop():
+                    raise Cancelled("Stopped.")
+                try:
+                    keep = int(stop == len(prompt))
+                    logits = forward(model.model, prompt[start:stop], held.cache, keep=keep)
+                except BaseException:
+                    held.cut(start)
+                    raise
+                held.covers(prompt[:stop])
+        assert logits is not None  # at least the last token was run
+        return logits
+
+    def _tokens(
+        self,
+        held: Held,
+        model: LoadedModel,
+        prompt: list[int],
+        answer: Message,
+        logits: torch.Tensor,
+        sampling: Sampling,
+        should_stop: ShouldStop,
+    ) -> Iterator[int]:
+        """Decode; keeps `answer.token_ids` and what the cache covers in step. Ends before the stop id."""
+        steps = decode(model, logits, held.cache, sampling, context=prompt)
+        while True:
+            done = len(held.ids)
+            with self.host.holding_lane(should_stop):
+                try:
+                    token = next(steps, None)
+                except BaseException:
+                    held.cut(done)
+                    raise
+                held.covers([*prompt, *answer.token_ids])
+            if token is None or token in model.stop_ids:
+                break
+            answer.token_ids.append(token)
+            yield token
+            if len(answer.token_ids) < sampling.max_new_tokens and should_stop is not None and should_stop():
+                raise Cancelled("Stopped.")
+
+    # --- small parts ---
+
+    def _render(self, turns: list[Message], generation_prompt: bool = False) -> list[int]:
+        """Exact ids of these turns, in the template of the model that spoke first."""
+        tokenizer = self.host.model(self._template_side or self.side).tokenizer
+        return render(tokenizer, turns, system=self.system, generation_prompt=generation_prompt)
+
+    def _holding(self, side: str, model: LoadedModel) -> Held:
+        """What a side holds, nothing at first."""
+        if side not in self._held:
+            self._held[side] = Held.empty(model.spec.layers)
+        return self._held[side]
+
+    def _last_question(self) -> int:
+        """Index of the user's last message."""
+        if not self.messages:
+            raise InputError("There is no message yet.", "Say something first.")
+        return len(self.messages) - 2
+
+    def _orphaned(self, keep: int) -> Account | None:
+        """The latest switch that will have no answer after it once only the first `keep` messages are kept."""
+        if keep == 0:
+            return None  # no context is left that a switch could have handed over
+        dropped = [m.account for m in self.messages[keep:] if m.account is not None]
+        return self._new_account or (dropped[-1] if dropped else None)
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """One thing at a time; a second click is told so."""
+        if not self._busy.acquire(blocking=False):
+            raise InputError("This conversation is busy.", "Wait for it, or stop it first.")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _out_of_memory(self, model: LoadedModel) -> Iterator[None]:
+        """Turns a failed allocation into one sentence."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            per_token = 2 * model.spec.layers * model.spec.kv_width * model.dtype.itemsize
+            raise WorkbenchError(
+                f"The memory is not enough: {model.name} needs {per_token:,} bytes a token for its cache alone.",
+                "Shorten the conversation or close other chats.",
+            ) from error

@@ -1,0 +1,237 @@
+"""The switch: a target model gets the context of a conversation from the source's KV cache, and says how.
+
+    0 ………… reused | anchors | mapped ……………………………… | held back
+           already   run       the source's cache,        run natively
+           there     natively  through the mapper         (at least the last token)
+
+*Reused* is what the target still holds from an earlier turn of its own. *Anchors* are the first tokens: nothing precedes
+them, so running them natively is exact and cheap, and every later token attends to them. The *held back* tokens at the
+end, and whatever the source has not computed itself, run natively over the mapped rest; the last one gives the logits.
+
+Every handoff returns an `Account`: tokens of each kind, milliseconds of each part. A true prefill is never hidden: it has
+an account of its own, with `how` "prefill" when it was asked for and "fallback", with the reason, when it was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from workbench.kv.cache import length, new_cache, truncate
+from workbench.kv.forward import forward
+from workbench.kv.mapper import KVMapper
+from workbench.models.loading import LoadedModel
+
+ShouldStop = Callable[[], bool] | None
+PREFILL_CHUNK = 512  # tokens between two looks at the stop flag during a prefill in the chat
+GATE_TOLERANCE = 1e-3  # largest difference of a log-probability that the gate accepts in float32
+
+
+@dataclass(frozen=True)
+class Account:
+    """What one switch did. `reused + mapped + native == tokens`.
+
+    Attributes:
+        source: name of the model that the context came from.
+        target: name of the model that answers from now on.
+        how: "mapped", "prefill" (true prefill, asked for) or "fallback" (true prefill, not asked for; see `reason`).
+        tokens: length of the context.
+        reused: tokens that the target still held.
+        mapped: tokens that came through the mapper.
+        native: tokens that the target ran itself, anchors and hold-back among them.
+        anchors: first tokens run natively in this handoff.
+        hold_back: last tokens run natively in this handoff.
+        ms: milliseconds of each part: "anchors", "map_strip", "map_product", "map_rotate", "hold_back", "prefill", "total".
+        prefill_ms: milliseconds of the true prefill that was avoided, None when unknown.
+        prefill_source: "measured" or "estimated" for `prefill_ms`, "" when unknown.
+        reason: why it fell back, "" otherwise.
+    """
+
+    source: str
+    target: str
+    how: str
+    tokens: int
+    reused: int
+    mapped: int
+    native: int
+    anchors: int
+    hold_back: int
+    ms: dict[str, float] = field(default_factory=dict)
+    prefill_ms: float | None = None
+    prefill_source: str = ""
+    reason: str = ""
+
+    @property
+    def saved_ms(self) -> float | None:
+        """Milliseconds that mapping saved against a true prefill, None when the prefill is unknown."""
+        return None if self.prefill_ms is None else self.prefill_ms - self.ms["total"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, `saved_ms` included."""
+        return asdict(self) | {"saved_ms": self.saved_ms}
+
+
+def hand_over(
+    ids: Sequence[int],
+    source_cache: Cache,
+    target: LoadedModel,
+    target_cache: Cache,
+    mapper: KVMapper,
+    source: LoadedModel,
+    anchors: int | None = None,
+    hold_back: int | None = None,
+    should_stop: ShouldStop = None,
+) -> tuple[Tensor, Account]:
+    """Bring the target's cache to the whole context, through the mapper.
+
+    Args:
+        ids: the n token ids of the context.
+        source_cache: the source's cache of a prefix of `ids`.
+        target: the model to switch to.
+        target_cache: its cache of a prefix of `ids`, possibly empty; is extended to n tokens.
+        mapper: from source to target.
+        source: the model to switch from.
+        anchors: first tokens to run natively, None for the mapper's own choice.
+        hold_back: last tokens to run natively (at least 1), None for the mapper's own choice.
+        should_stop: asked between layers and parts.
+
+    Returns:
+        The logits (1, vocab) after the last token, and the account.
+
+    Raises:
+        ValueError: when there is no token, or a cache is longer than the context.
+        Cancelled: when asked to stop; the target's cache is then as it was before.
+    """
+    clock = _Clock()
+    n, before, available = len(ids), length(target_cache), length(source_cache)
+    if n == 0 or before > n or available > n:
+        raise ValueError(f"context of {n} tokens, but the caches hold {available} and {before}")
+    anchors = mapper.anchors if anchors is None else anchors
+    hold_back = max(1, mapper.hold_back if hold_back is None else hold_back)
+    reused = min(before, n - 1)  # the last token must run for its logits, also when nothing is new
+    truncate(target_cache, reused)
+    anchor_stop = max(reused, min(anchors, n - hold_back))
+    map_stop = max(anchor_stop, min(available, n - hold_back))
+    ms: dict[str, float] = {}
+    try:
+        if anchor_stop > reused:
+            forward(target.model, ids[reused:anchor_stop], target_cache, keep=0, should_stop=should_stop)
+        ms["anchors"] = clock.lap()
+        times = mapper.map_into(
+            source_cache, target_cache, anchor_stop, map_stop, source.rotary, target.rotary, should_stop
+        )
+        clock.lap()
+        ms |= {"map_strip": times.strip_ms, "map_product": times.product_ms, "map_rotate": times.rotate_ms}
+        logits = forward(target.model, ids[map_stop:], target_cache, chunk=PREFILL_CHUNK, should_stop=should_stop)
+        ms["hold_back"] = clock.lap()
+    except BaseException:
+        truncate(target_cache, reused)
+        raise
+    ms["total"] = clock.total()
+    mapped = map_stop - anchor_stop
+    return logits, Account(
+        source.name, target.name, "mapped", n, reused, mapped, n - reused - mapped,
+        anchor_stop - reused, n - map_stop, ms,
+    )  # fmt: skip
+
+
+def prefill(
+    ids: Sequence[int],
+    target: LoadedModel,
+    target_cache: Cache,
+    source_name: str,
+    reason: str = "",
+    should_stop: ShouldStop = None,
+    chunk: int | None = PREFILL_CHUNK,
+) -> tuple[Tensor, Account]:
+    """Bring the target's cache to the whole context by running what it lacks: the true prefill.
+
+    Args:
+        ids: the n token ids of the context.
+        target: the model that runs them.
+        target_cache: its cache of a prefix of `ids`; is extended to n tokens.
+        source_name: the model that the conversation comes from, for the account.
+        reason: why mapping was not possible; makes it a "fallback".
+        should_stop: asked between chunks.
+        chunk: tokens a forward pass, None for one pass (the fastest).
+
+    Returns:
+        The logits (1, vocab) after the last token, and the account.
+    """
+    clock = _Clock()
+    n = len(ids)
+    reused = min(length(target_cache), n - 1)
+    truncate(target_cache, reused)
+    try:
+        logits = forward(target.model, ids[reused:], target_cache, chunk=chunk, should_stop=should_stop)
+    except BaseException:
+        truncate(target_cache, reused)
+        raise
+    total = clock.total()
+    return logits, Account(
+        source_name, target.name, "fallback" if reason else "prefill", n, reused, 0, n - reused, 0, 0,
+        {"prefill": total, "total": total}, reason=reason,
+    )  # fmt: skip
+
+
+def measure_prefill(account: Account, ids: Sequence[int], target: LoadedModel, reused: int | None = None) -> Account:
+    """The account with the true prefill that it avoided, measured now on a scratch cache.
+
+    What the target still held would not have been prefilled either, so only the new tokens are timed, over a cache of
+    the reused ones.
+    """
+    reused = account.reused if reused is None else reused
+    scratch = new_cache(target.spec.layers, len(ids))
+    if reused:
+        forward(target.model, ids[:reused], scratch, keep=0)
+    clock = _Clock()
+    forward(target.model, ids[reused : account.tokens], scratch)
+    return replace(account, prefill_ms=clock.total(), prefill_source="measured")
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Whether a model's own cache, put in through the handoff path, reproduces its native logits."""
+
+    ok: bool
+    max_abs_error: float
+    tokens: int
+
+
+def gate(target: LoadedModel, ids: Sequence[int], tolerance: float | None = None) -> GateResult:
+    """Prove the path for one model: strip, identity map, rotate and put its own cache in, then compare log-probabilities.
+
+    Args:
+        target: the model.
+        ids: at least two token ids.
+        tolerance: largest accepted difference of a log-probability; None: 1e-3 in float32, 0.25 in half precision.
+    """
+    if tolerance is None:
+        tolerance = GATE_TOLERANCE if target.dtype == torch.float32 else 0.25
+    own, mapped = new_cache(target.spec.layers, len(ids)), new_cache(target.spec.layers, len(ids))
+    native = forward(target.model, ids, own)
+    identity = KVMapper.identity(target.spec).to(target.dtype, target.layer_devices)
+    logits, _ = hand_over(ids, own, target, mapped, identity, target, anchors=0, hold_back=1)
+    error = float((logits.log_softmax(-1) - native.log_softmax(-1)).abs().max())
+    return GateResult(error <= tolerance, error, len(ids))
+
+
+class _Clock:
+    """Milliseconds since the start, and since the last lap."""
+
+    def __init__(self) -> None:
+        self._start = self._last = perf_counter()
+
+    def lap(self) -> float:
+        now = perf_counter()
+        since, self._last = (now - self._last) * 1e3, now
+        return since
+
+    def total(self) -> float:
+        return (perf_counter() - self._start) * 1e3

@@ -1,0 +1,80 @@
+"""Run token ids through a model on top of a cache: the one place where the product calls a model.
+
+Positions continue where the cache ends. Long inputs go in chunks, between which a person can stop; only the
+last chunk runs the LM head, and only for the tokens that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from workbench.errors import Cancelled
+
+
+def forward(
+    model: Any,
+    ids: Sequence[int],
+    cache: Cache,
+    keep: int = 1,
+    chunk: int | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Tensor | None:
+    """Append `ids` to the cache and return the logits of the last `keep` of them.
+
+    Args:
+        model: a `transformers` causal language model, possibly spread over devices by accelerate.
+        ids: token ids, at least one; they stand at positions length(cache), length(cache)+1, ...
+        cache: is lengthened by len(ids) tokens. After an exception it may hold a part of them, layers of
+            unequal length included: cut it back with `cache.truncate`.
+        keep: how many logits are wanted; 0 runs the model without its LM head.
+        chunk: tokens per forward pass; None runs all at once.
+        should_stop: asked before every chunk.
+
+    Returns:
+        `(keep, vocab)` float32 on the CPU, free to be changed; None for keep = 0.
+
+    Raises:
+        ValueError: no ids, or keep is negative or larger than their number.
+        Cancelled: `should_stop` said so.
+    """
+    n = len(ids)
+    if n == 0:
+        raise ValueError("no token ids to run")
+    if not 0 <= keep <= n:
+        raise ValueError(f"cannot keep the logits of {keep} out of {n} tokens")
+    tokens = torch.tensor(list(ids), dtype=torch.long, device=input_device(model)).unsqueeze(0)
+    output: Any = None
+    for start, stop in _chunks(n, keep, chunk):
+        if should_stop is not None and should_stop():
+            raise Cancelled("Stopped.")
+        with torch.inference_mode():
+            if stop < n or keep == 0:
+                model.base_model(input_ids=tokens[:, start:stop], cache=cache, use_cache=True)
+            else:
+                output = model(
+                    input_ids=tokens[:, start:stop], cache=cache, use_cache=True, logits_to_keep=keep
+                )
+    # Copied outside of inference mode, so that the caller may change the logits in place.
+    return None if output is None else output.logits[0].to("cpu", torch.float32, copy=True)
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model wants its token ids: the device on which the embedding runs (also when it is offloaded)."""
+    embedding = model.get_input_embeddings()
+    if embedding.weight.device.type != "meta":
+        return embedding.weight.device
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return torch.device(device if device is not None else "cpu")
+
+
+def _chunks(n: int, keep: int, chunk: int | None) -> list[tuple[int, int]]:
+    """Pieces of at most `chunk` tokens; the last one holds all `keep` tokens, so it may be longer."""
+    starts = list(range(0, n, chunk or n))
+    while n - starts[-1] < keep:
+        starts.pop()
+    return list(zip(starts, [*starts[1:], n], strict=True))

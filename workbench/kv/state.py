@@ -1,0 +1,60 @@
+"""A half-gathered fit on disk, so that a killed one can go on: the sums, and how many sequences they hold."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from time import monotonic
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from workbench.kv.moments import Moments
+
+
+class FitState:
+    """Keeps moments in one file, bound by `digest` to the texts, options and models of one fit."""
+
+    def __init__(self, path: Path, digest: str, every_seconds: float = 60.0) -> None:
+        self.path, self.digest, self.every_seconds = Path(path), digest, every_seconds
+        self._last = monotonic()
+
+    def save_if_due(self, moments: dict[str, Moments], done: int) -> None:
+        """Write the state when the last one is older than `every_seconds`."""
+        if monotonic() - self._last >= self.every_seconds:
+            self.save(moments, done)
+
+    def save(self, moments: dict[str, Moments], done: int) -> None:
+        """Write the state now; a kill leaves the old or the new one."""
+        tensors = {f"{name}/{key}": t for name, sums in moments.items() for key, t in sums.state().items()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(self.path.name + ".new")
+        save_file(tensors, temporary, metadata={"digest": self.digest, "done": str(done)})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+        self._last = monotonic()
+
+    def restore(self, moments: dict[str, Moments]) -> int:
+        """Fill `moments` from the file when it belongs to this fit.
+
+        Returns:
+            The number of sequences that are already in; 0 when there is nothing to go on from.
+        """
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("digest") != self.digest:
+                    return 0
+                names = list(file.keys())
+                for name in moments:
+                    state = {key.split("/")[1]: file.get_tensor(key) for key in names if key.startswith(f"{name}/")}
+                    moments[name] = Moments.from_state({key: t.clone() for key, t in state.items()})
+                return int(metadata["done"])
+        except (OSError, SafetensorError):
+            return 0
+
+    def discard(self) -> None:
+        """The fit is complete: remove the file and what a killed save left."""
+        for path in (self.path, self.path.with_name(self.path.name + ".new")):
+            path.unlink(missing_ok=True)

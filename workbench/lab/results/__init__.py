@@ -1,0 +1,58 @@
+"""What the measurements return: frozen dataclasses of numbers with labels, units and their origin.
+
+Measuring (`compare`, `heads`, `latency`, `retention`) stands apart from drawing (`workbench.plots`), and
+both meet here. Nothing in this file imports torch, so a page can show a saved result before any model
+library is loaded. Every result has a `Provenance`, goes to JSON with `to_json()` and comes back with
+`from_json()`.
+
+Units: times in milliseconds, KL and cross entropy (CE) in nats per token, shares between 0 and 1.
+A number that cannot be computed (a head without variance) is NaN here and null in JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from workbench.lab.results.common import Step, finish
+from workbench.lab.results.comparison import COLUMNS, Comparison
+from workbench.lab.results.heads import METRICS, HeadMaps, Metric
+from workbench.lab.results.latency import LatencyBench, LatencyCell
+from workbench.lab.results.quality import ARMS, Arm, Evaluation, Figure, Setting
+
+__all__ = [
+    "ARMS",
+    "COLUMNS",
+    "KINDS",
+    "METRICS",
+    "Arm",
+    "Comparison",
+    "Evaluation",
+    "Figure",
+    "HeadMaps",
+    "LatencyBench",
+    "LatencyCell",
+    "Metric",
+    "Setting",
+    "Step",
+    "as_precomputed",
+    "finish",
+]
+
+Result = TypeVar("Result")
+
+KINDS: dict[str, Any] = {
+    "compare": Comparison,
+    "heads": HeadMaps,
+    "latency": LatencyBench,
+    "quality": Evaluation,
+}
+"""Kind of a saved result (the name of its file) -> the class that reads it."""
+
+
+def as_precomputed(result: Result, note: str = "") -> Result:
+    """The same result, marked as read from a file."""
+    holder = cast(Any, result)
+    return cast(
+        Result, replace(holder, provenance=replace(holder.provenance, origin="precomputed", note=note))
+    )

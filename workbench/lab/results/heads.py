@@ -1,0 +1,157 @@
+"""Per-head metrics as arrays, each with its meaning, unit and fixed scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench.lab.provenance import Provenance
+from workbench.lab.results.common import jsonable, nan_mean, number
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One quantity per layer and head.
+
+    Attributes:
+        name: key in JSON.
+        title: for a menu and a figure.
+        per: "kv" (one value a KV head) or "query" (one a query head).
+        low: lower end of the fixed colour scale.
+        high: upper end.
+        better: "high" or "low".
+        unit: for a colour bar.
+        meaning: one plain sentence.
+        log: colours on a log2 scale; `low` and `high` are then exponents.
+    """
+
+    name: str
+    title: str
+    per: str
+    low: float
+    high: float
+    better: str
+    unit: str
+    meaning: str
+    log: bool = False
+
+
+_ALL = (
+    Metric(
+        "r2_k", "R² of keys", "kv", 0, 1, "high", "R²",
+        "Share of the variance of the target's keys (rotation removed) that is explained.",
+    ),
+    Metric(
+        "r2_v", "R² of values", "kv", 0, 1, "high", "R²",
+        "Share of the variance of the target's values that the mapper explains.",
+    ),
+    Metric(
+        "cosine", "Attention output, mean cosine", "query", 0, 1, "high", "cosine",
+        "How well a query head's output keeps its direction over the mapped cache, mean over positions.",
+    ),
+    Metric(
+        "cosine_worst", "Attention output, worst cosine", "query", -1, 1, "high", "cosine",
+        "The same cosine at the position where it is lowest.",
+    ),
+    Metric(
+        "attention_kl", "Attention pattern, KL", "query", 0, 0.5, "low", "nats",
+        "How far a query head's attention over mapped keys is from that over the target's own.",
+    ),
+    Metric(
+        "k_error_in_q", "Key error where queries look", "kv", -2, 2, "low", "times even",
+        "Key error as queries meet it, over the same error spread evenly: above 1 it sits where they look.",
+        log=True,
+    ),
+    Metric(
+        "v_error_in_o", "Value error where the output reads", "kv", -2, 2, "low", "times even",
+        "Value error as the output projection meets it, over the same error spread evenly.",
+        log=True,
+    ),
+)  # fmt: skip
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMaps:
+    """Per-head metrics of a mapper on held-out text.
+
+    Attributes:
+        metrics: name (of `METRICS`) -> float array (target layers, heads); NaN where a head has no variance.
+        layers: of the target.
+        kv_heads: of the target.
+        query_heads: of the target; consecutive ones share a KV head.
+        tokens: positions measured, without the anchors.
+        texts: number of texts.
+        anchors: first tokens of each text that the target runs natively, left out of all metrics.
+        features: inputs of the mapper's regression for one output of a key, the widest layer.
+        provenance: where and when.
+    """
+
+    metrics: dict[str, np.ndarray]
+    layers: int
+    kv_heads: int
+    query_heads: int
+    tokens: int
+    texts: int
+    anchors: int
+    features: int
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        """Raise ValueError when an array has not the shape that its metric calls for."""
+        for name, values in self.metrics.items():
+            heads = self.kv_heads if METRICS[name].per == "kv" else self.query_heads
+            if values.shape != (self.layers, heads):
+                raise ValueError(f"{name} must have shape {(self.layers, heads)}, not {values.shape}")
+
+    def worst(self, name: str) -> tuple[int, int] | None:
+        """(layer, head) with the worst value of a metric, None when all are NaN."""
+        values = self.metrics[name]
+        if np.isnan(values).all():
+            return None
+        index = np.nanargmin(values) if METRICS[name].better == "high" else np.nanargmax(values)
+        layer, head = np.unravel_index(index, values.shape)
+        return int(layer), int(head)
+
+    def to_json(self) -> dict[str, Any]:
+        """Metrics as nested lists [layer][head], with axes, units, ranges and means beside them."""
+        known = [METRICS[name] for name in self.metrics]
+        return jsonable(
+            {
+                "layers": self.layers,
+                "heads": self.kv_heads,
+                "query_heads": self.query_heads,
+                "metrics": {name: values.tolist() for name, values in self.metrics.items()},
+                "means": {name: nan_mean(values) for name, values in self.metrics.items()},
+                "axes": {metric.name: ["layer", f"{metric.per}_head"] for metric in known},
+                "units": {metric.name: metric.unit for metric in known},
+                "ranges": {metric.name: [metric.low, metric.high] for metric in known},
+                "tokens": self.tokens,
+                "texts": self.texts,
+                "anchors": self.anchors,
+                "features": self.features,
+                "provenance": self.provenance.to_json(),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HeadMaps:
+        """The inverse of `to_json`; metrics that this version does not know are left out."""
+        return cls(
+            metrics={
+                name: np.array([[number(value) for value in row] for row in rows], dtype=np.float64)
+                for name, rows in data["metrics"].items()
+                if name in METRICS
+            },
+            layers=data["layers"],
+            kv_heads=data["heads"],
+            query_heads=data["query_heads"],
+            tokens=data["tokens"],
+            texts=data["texts"],
+            anchors=data["anchors"],
+            features=data["features"],
+            provenance=Provenance.from_json(data["provenance"]),
+        )

@@ -1,0 +1,196 @@
+"""Named pairs, and what can be said about a pair before any weights are loaded.
+
+A pair has two sides, "small" and "large", and two directions: "up" hands a conversation from small to large, "down" the
+other way. Each direction has an artefact of its own. Presets name checkpoints that share one tokenizer and keep all
+keys and values; mappers for them are fitted by whoever uses them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import InputError, WorkbenchError
+
+SIDES = ("small", "large")
+DIRECTIONS = ("up", "down")
+PRECOMPUTED = Path(__file__).resolve().parents[2] / "precomputed"
+
+
+def source_side(direction: str) -> str:
+    """The side that a conversation comes from: "up" -> "small".
+
+    Raises:
+        InputError: no such direction.
+    """
+    if direction not in DIRECTIONS:
+        raise InputError(f"There is no direction {direction!r}.", "Use up (small to large) or down.")
+    return "small" if direction == "up" else "large"
+
+
+def target_side(direction: str) -> str:
+    """The side that a conversation goes to: "up" -> "large"."""
+    return other_side(source_side(direction))
+
+
+def other_side(side: str) -> str:
+    """ "small" -> "large" and back."""
+    return "large" if side == "small" else "small"
+
+
+def direction_to(side: str) -> str:
+    """The direction of a switch to this side."""
+    return "up" if side == "large" else "down"
+
+
+@dataclass(frozen=True)
+class PairRef:
+    """Two references that belong together; see `workbench.models.loading.load` for what a reference can be."""
+
+    name: str
+    small: str
+    large: str
+    title: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,150}", self.name):
+            raise InputError(f"{self.name[:60]!r} is no name for a pair.", "Use letters, digits, dots and dashes.")
+
+    def ref(self, side: str) -> str:
+        """The reference of one side."""
+        return self.small if side == "small" else self.large
+
+    def source(self, direction: str) -> str:
+        """The reference of the model that a conversation comes from."""
+        return self.ref(source_side(direction))
+
+    def target(self, direction: str) -> str:
+        """The reference of the model that a conversation goes to."""
+        return self.ref(target_side(direction))
+
+
+def _preset(small: str, large: str) -> PairRef:
+    """A pair of hub ids; its name joins theirs, without what they share."""
+    short, long = (ref.rpartition("/")[2].removesuffix("-Instruct").lower() for ref in (small, large))
+    stem = long.rpartition("-")[0]
+    name = f"{short}-{long.removeprefix(stem + '-')}" if short.startswith(stem) else f"{short}-{long}"
+    title = " and ".join(ref.rpartition("/")[2] for ref in (small, large))
+    return PairRef(name, small, large, title)
+
+
+EMBEDDED_PAIR = PairRef("embedded", "embedded:small", "embedded:large", "SmolLM2-135M-Instruct and its sibling")
+_ALL = [
+    EMBEDDED_PAIR,
+    _preset("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-360M-Instruct"),
+    _preset("HuggingFaceTB/SmolLM2-360M-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
+    _preset("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"),
+    _preset("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct"),
+    _preset("Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+    _preset("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-14B-Instruct"),
+    _preset("Qwen/Qwen2.5-Coder-0.5B-Instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct"),
+    _preset("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-7B-Instruct"),
+    _preset("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"),
+    _preset("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B"),
+    _preset("Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B"),
+    _preset("Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"),
+    _preset("Qwen/Qwen3-4B", "Qwen/Qwen3-8B"),
+    _preset("Qwen/Qwen3-8B", "Qwen/Qwen3-14B"),
+    _preset("Qwen/Qwen3-8B", "Qwen/Qwen3-32B"),
+    _preset("Qwen/Qwen3-14B", "Qwen/Qwen3-32B"),
+    _preset("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct"),
+    _preset("meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+    _preset("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"),
+]
+PAIRS: dict[str, PairRef] = {pair.name: pair for pair in _ALL}
+
+
+def resolve(
+    pair: str | None = None, source: str | None = None, target: str | None = None, direction: str = "up"
+) -> PairRef:
+    """The pair that command-line arguments mean.
+
+    `source` is what `--direction up` reads from, so the small side; `--direction down` swaps the two roles, not the
+    sides.
+
+    Raises:
+        InputError: an unknown name or direction, or only one of `source` and `target`.
+    """
+    source_side(direction)
+    if (source is None) != (target is None):
+        raise InputError("Only one of --source and --target was given.", "Give both, or a pair with --pair.")
+    if source is not None and target is not None:
+        if pair is not None:
+            raise InputError("--pair and --source/--target exclude each other.", "Give one of them.")
+        known = next((p for p in PAIRS.values() if (p.small, p.large) == (source, target)), None)
+        return known or PairRef(f"{_slug(source)}--{_slug(target)}", source, target, f"{_last(source)} and {_last(target)}")
+    name = pair or EMBEDDED_PAIR.name
+    if name not in PAIRS:
+        raise InputError(f"There is no pair {name[:60]!r}.", "`python -m workbench pairs` lists them.")
+    return PAIRS[name]
+
+
+def _last(ref: str) -> str:
+    """What people call a reference: without folders and endings."""
+    name = ref.rstrip("/").rpartition("/")[2] or "model"
+    return name[:-5] if name.lower().endswith(".gguf") else name
+
+
+def _slug(ref: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", _last(ref)).strip("-._")[:60] or "model"
+
+
+def artefact_folder(pair: PairRef, direction: str) -> Path:
+    """Where the mapper of a direction is: of one's own if there is one, else the one that is shipped."""
+    source_side(direction)
+    own = own_artefact_folder(pair, direction)
+    return own if own.exists() else PRECOMPUTED / pair.name / direction
+
+
+def own_artefact_folder(pair: PairRef, direction: str) -> Path:
+    """Where a mapper that is fitted here is kept."""
+    from workbench.models.embedded import home
+
+    return home() / "mappers" / pair.name / direction
+
+
+def has_artefact(pair: PairRef, direction: str) -> bool:
+    """Whether a mapper of this direction is there (not whether it is good)."""
+    return (artefact_folder(pair, direction) / "manifest.json").is_file()
+
+
+@dataclass(frozen=True)
+class Compatibility:
+    """What the two configs say. `compatible` is None when a config could not be had."""
+
+    compatible: bool | None
+    reason: str
+    small: Any = None
+    large: Any = None
+
+
+def pair_compatibility(ref: PairRef, *, fetch: bool = True) -> Compatibility:
+    """Whether two models can be paired, from their configs alone; never raises for a pair that cannot.
+
+    Args:
+        ref: the pair.
+        fetch: False looks at configs on this machine only.
+    """
+    from workbench.errors import ModelUnavailableError
+    from workbench.kv.spec import check_pair
+    from workbench.models.loading import read_spec
+
+    specs = []
+    for side in SIDES:
+        try:
+            specs.append(read_spec(ref.ref(side), fetch=fetch)[0])
+        except ModelUnavailableError as error:
+            return Compatibility(None, str(error))
+        except WorkbenchError as error:
+            return Compatibility(False, str(error))
+    try:
+        check_pair(*specs)
+    except WorkbenchError as error:
+        return Compatibility(False, str(error), *specs)
+    return Compatibility(True, "", *specs)

@@ -1,0 +1,374 @@
+"""A reference in, a model that can be used out: weights, tokenizer, exact revision, devices and dtype.
+
+    "embedded:large" | "embedded:small" | folder | file.gguf | owner/name[@revision]   ->   LoadedModel
+
+Foreign files are looked at before anything is loaded (`sources.py`). One place, `choose_dtype`, decides the dtype and can
+say why. Weights come in through accelerate, so a model may lie on several devices; `layer_devices` says where each
+layer's keys and values belong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from workbench.errors import InputError, ModelUnavailableError, UnsupportedModelError, WorkbenchError
+from workbench.kv.artefact import ModelIdentity
+from workbench.kv.rope import Rotary
+from workbench.kv.spec import KVSpec, tokenizer_hash
+from workbench.models.sources import Source, locate
+
+Progress = Callable[[float, str], None]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TURN_PROBE = "zqxprobe"  # an answer that no template contains, to see what the template writes after it
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that is ready to run, with everything that says what it is.
+
+    Attributes:
+        ref: what it was asked for by.
+        name: for people, e.g. "SmolLM2-135M-Instruct (30 layers)".
+        identity: name, revision, geometry and tokenizer hash, as artefacts store them.
+        spec: geometry of its KV cache.
+        tokenizer: its tokenizer.
+        model: the causal language model, in eval mode, without gradients.
+        stop_ids: ids that end an answer.
+        rotary: strip and rotate through its own rotary embedding.
+        layer_devices: per layer, where its keys and values belong.
+        dtype: of the weights.
+        dtype_reason: why that one.
+    """
+
+    ref: str
+    name: str
+    identity: ModelIdentity
+    spec: KVSpec
+    tokenizer: Any
+    model: Any
+    stop_ids: frozenset[int]
+    rotary: Rotary
+    layer_devices: tuple[torch.device, ...]
+    dtype: torch.dtype
+    dtype_reason: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+        weight = self.model.get_input_embeddings().weight
+        return self.layer_devices[0] if weight.device.type == "meta" else weight.device
+
+
+def load(
+    ref: str,
+    *,
+    device_map: str | dict[str, Any] = "auto",
+    dtype: str = "auto",
+    max_memory: str | dict[Any, Any] | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a model by reference.
+
+    Args:
+        ref: "embedded:large", "embedded:small", a folder, a GGUF file, or a hub id with an optional "@revision".
+        device_map: "auto", "cpu", "cuda:0", …, a JSON file, or a dict of module name to device.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        max_memory: like "cpu=4GiB,0=10GiB".
+        progress: called with a share from 0 to 1 and what is being done.
+
+    Raises:
+        InputError: an option that cannot be read.
+        UnsupportedModelError: a model whose cache cannot be mapped, or that needs code of its own.
+        ModelUnavailableError: weights that are missing, misspelt, gated or out of reach; the sentence says which.
+    """
+    report = progress or (lambda share, what: None)
+    placement = parse_device_map(device_map)
+    memory = parse_max_memory(max_memory)
+    wanted, reason = resolve_dtype(dtype, first_device(placement))
+    report(0.0, f"Looking for {ref}")
+    source = locate(ref, progress)
+    report(0.3, f"Loading {source.name}")
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(source.path, **source.arguments)
+            spec = KVSpec.from_config(config)  # refuses what cannot be mapped before the weights are read
+            tokenizer = AutoTokenizer.from_pretrained(source.path, **source.arguments)
+            model = AutoModelForCausalLM.from_pretrained(
+                source.path,
+                dtype=wanted,
+                device_map=placement,
+                max_memory=memory,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                **source.arguments,
+            )
+        except WorkbenchError:
+            raise
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise ModelUnavailableError(
+                f"{source.name} does not fit into memory.", "Choose a smaller model, or spread it with --device-map."
+            ) from error
+        except Exception as error:
+            raise unreadable(source, error) from error
+    report(0.95, f"{source.name} is loaded")
+    del spec
+    loaded = wrap(model, tokenizer, source.name, source.revision, ref=ref, dtype_reason=reason)
+    report(1.0, f"{source.name} is ready")
+    return loaded
+
+
+def wrap(
+    model: Any, tokenizer: Any, name: str, revision: str = "memory", ref: str = "", dtype_reason: str = "as it was given"
+) -> LoadedModel:
+    """A `LoadedModel` from objects in memory.
+
+    Raises:
+        UnsupportedModelError: a model whose cache cannot be mapped, or whose weights are not on a device.
+    """
+    model.eval().requires_grad_(False)
+    spec = KVSpec.from_config(model.config)
+    devices = layer_devices(model, spec.layers)
+    identity = ModelIdentity(name, revision, spec, tokenizer_hash(tokenizer))
+    return LoadedModel(
+        ref=ref or name,
+        name=name,
+        identity=identity,
+        spec=spec,
+        tokenizer=tokenizer,
+        model=model,
+        stop_ids=stop_ids(model, tokenizer),
+        rotary=Rotary(model),
+        layer_devices=devices,
+        dtype=model.get_input_embeddings().weight.dtype,
+        dtype_reason=dtype_reason,
+    )
+
+
+def read_spec(ref: str, *, fetch: bool = True) -> tuple[KVSpec, str]:
+    """Geometry and display name of a model from its config alone.
+
+    Args:
+        ref: as for `load`.
+        fetch: False looks on this machine only.
+
+    Raises:
+        as `load`.
+    """
+    source = locate(ref, config_only=True, fetch=fetch)
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(source.path, **source.arguments)
+        except Exception as error:
+            raise unreadable(source, error) from error
+    return KVSpec.from_config(config), source.name
+
+
+def unreadable(source: Source, error: Exception) -> WorkbenchError:
+    """One sentence for whatever transformers said about files that are there but cannot be used."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    first = first.replace(str(Path(source.path).resolve()), source.name).replace(str(source.path), source.name)
+    return ModelUnavailableError(f"{source.name} cannot be loaded: {first[:300].rstrip('.')}.")
+
+
+# --- dtype -----------------------------------------------------------------------------------------------------------
+
+
+def choose_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype for `--dtype auto`, and why.
+
+    Half precision only pays where the processor multiplies it natively: emulated bfloat16 on a CPU is far slower than
+    float32, and torch answers "supported" there all the same, so the instruction set is looked up as well.
+    """
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "the GPU multiplies bfloat16 natively"
+        return torch.float16, "the GPU has no native bfloat16"
+    if device.type == "mps":
+        return torch.float16, "Apple GPUs are fastest in float16"
+    if device.type == "cpu":
+        flag = cpu_bfloat16_flag()
+        if flag and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return torch.bfloat16, f"the processor multiplies bfloat16 natively ({flag})"
+        return torch.float32, "the processor has no native bfloat16, which would be emulated and slow"
+    return torch.float32, f"nothing better is known for {device.type}"
+
+
+def cpu_bfloat16_flag() -> str:
+    """The instruction set that multiplies bfloat16 natively, "" when there is none or it cannot be told."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").lower().split())
+    except OSError:
+        return "Apple silicon" if platform.system() == "Darwin" and platform.machine() == "arm64" else ""
+    return next((flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in words), "")
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """`--dtype` -> torch dtype and the reason."""
+    if dtype == "auto":
+        return choose_dtype(device)
+    if dtype not in DTYPES:
+        raise InputError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(DTYPES)}.")
+    return DTYPES[dtype], "asked for"
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def parse_device_map(device_map: str | dict[str, Any]) -> str | dict[str, Any]:
+    """A name as it is, a `.json` file as the dict inside it.
+
+    Raises:
+        InputError: a device or file that does not exist, or a file that is no device map.
+    """
+    if isinstance(device_map, dict):
+        return device_map
+    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return device_map
+    if device_map.endswith(".json"):
+        path = Path(device_map)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            raise InputError(f"The device map {path.name!r} cannot be read as JSON.") from None
+        good = isinstance(data, dict) and data and all(isinstance(v, (str, int)) for v in data.values())
+        if not good:
+            raise InputError(f"The device map {path.name!r} must be an object of module names and devices.")
+        for device in data.values():
+            if device != "disk":
+                _check_device(device)
+        return dict(data)
+    _check_device(device_map)
+    return device_map
+
+
+def _check_device(name: str | int) -> None:
+    """Raises `InputError` unless the device exists here."""
+    try:
+        device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    except (RuntimeError, ValueError):
+        raise InputError(f"{name!r} is no device.", "Use auto, cpu, cuda:0 or a JSON file.") from None
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if not here.get(device.type, False) or (device.index or 0) >= count:
+        raise InputError(f"This machine has no device {str(device)!r}.", "Use --device-map auto or cpu.")
+
+
+def parse_max_memory(text: str | dict[Any, Any] | None) -> dict[int | str, str] | None:
+    """ "cpu=4GiB,0=10GiB" -> {"cpu": "4GiB", 0: "10GiB"}.
+
+    Raises:
+        InputError: when it is written otherwise.
+    """
+    if not text or isinstance(text, dict):
+        return text or None
+    memory: dict[int | str, str] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(cpu|mps|\d+)\s*=\s*(\d+(?:\.\d+)?\s*[KMG]i?B)\s*", part, re.IGNORECASE)
+        if not match:
+            raise InputError(f"{part.strip()!r} is no memory limit.", "Write for example cpu=4GiB,0=10GiB.")
+        device = match[1].lower()
+        memory[int(device) if device.isdigit() else device] = match[2].replace(" ", "")
+    return memory
+
+
+def first_device(placement: str | dict[str, Any]) -> torch.device:
+    """The device that most of the work will be done on."""
+    if isinstance(placement, dict):
+        devices = [value for value in placement.values() if value not in ("cpu", "disk")]
+        value = devices[0] if devices else "cpu"
+        return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    if placement not in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return torch.device(placement)
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def layer_devices(model: Any, layers: int) -> tuple[torch.device, ...]:
+    """Per layer, the device that its keys and values are on while it runs.
+
+    An offloaded layer's weights are `meta` tensors that accelerate's hook brings to its execution device for each call;
+    the cache stays on that device.
+
+    Raises:
+        UnsupportedModelError: `meta` weights that no hook will bring.
+    """
+    return tuple(_device_of(model.base_model.layers[layer], layer) for layer in range(layers))
+
+
+def _device_of(block: Any, layer: int) -> torch.device:
+    for module in block.modules():
+        execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if execution is not None and getattr(module._hf_hook, "offload", False):
+            return torch.device("cuda", execution) if isinstance(execution, int) else torch.device(execution)
+    device: torch.device = next(block.parameters()).device
+    if device.type == "meta":
+        raise UnsupportedModelError(
+            f"The weights of layer {layer} are not on any device.", "Give the model more memory with --max-memory."
+        )
+    return device
+
+
+# --- stop ids --------------------------------------------------------------------------------------------------------
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Ids that end an answer: of the generation config, of the tokenizer, and what the template writes after an answer.
+
+    Instruct models often end a turn with a token that neither config names; without it an answer would run on into
+    a turn of the user's.
+    """
+    found: set[int] = set()
+    for value in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        found.update(value if isinstance(value, (list, tuple)) else [value] if value is not None else [])
+    end_of_turn = template_stop_id(tokenizer)
+    if end_of_turn is not None:
+        found.add(end_of_turn)
+    return frozenset(i for i in found if 0 <= i < model.config.vocab_size)
+
+
+def template_stop_id(tokenizer: Any) -> int | None:
+    """The first special token that the chat template writes after an answer, None when there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN_PROBE}]
+    try:
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a template may refuse any conversation; the chat will say so
+        return None
+    after = rendered.rpartition(TURN_PROBE)[2]
+    special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    return next((i for i in tokenizer.encode(after, add_special_tokens=False) if i in special), None)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings and progress bars of other libraries: what people need to know, we say ourselves."""
+    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    hub.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        hub.setLevel(hub_level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,178 @@
+"""The two models of a pair and their mappers, loaded when first needed and shared by all visitors.
+
+Whoever computes with the models holds `host.lane`. It is re-entrant, so a job that holds it may call into the chat,
+which takes it again for each prefill and each token; it is never held while a message waits for its reader.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import ArtefactError, Cancelled, InputError, WorkbenchError
+from workbench.kv import artefact
+from workbench.kv.artefact import Manifest
+from workbench.kv.mapper import KVMapper
+from workbench.kv.spec import check_pair, check_tokenizers
+from workbench.models.catalog import SIDES, PairRef, artefact_folder, other_side, source_side, target_side
+from workbench.models.loading import LoadedModel, load, read_spec
+
+Progress = Callable[[float, str], None]
+
+
+class PairHost:
+    """Models and mappers of one pair.
+
+    Attributes:
+        pair: the references.
+        lane: held during any model work.
+    """
+
+    def __init__(
+        self,
+        pair: PairRef,
+        device_map: str | dict[str, Any] = "auto",
+        dtype: str = "auto",
+        max_memory: str | dict[Any, Any] | None = None,
+        mappers: Mapping[str, Path] | None = None,
+    ) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            pair: which two models.
+            device_map: as for `load`, for both models.
+            dtype: as for `load`.
+            max_memory: as for `load`.
+            mappers: folders of artefacts by direction, instead of the usual places.
+        """
+        self.pair = pair
+        self.lane = threading.RLock()
+        self._options: dict[str, Any] = {"device_map": device_map, "dtype": dtype, "max_memory": max_memory}
+        self._folders = dict(mappers or {})
+        self._models: dict[str, LoadedModel] = {}
+        self._mappers: dict[str, tuple[KVMapper, Manifest]] = {}
+        self._positions: dict[str, int] = {}
+        self._loading = threading.RLock()
+        self._in_memory = False
+
+    @classmethod
+    def from_models(
+        cls,
+        small: LoadedModel,
+        large: LoadedModel,
+        mappers: Mapping[str, tuple[KVMapper, Manifest | None]] | None = None,
+        name: str = "memory",
+    ) -> PairHost:
+        """A host of models that are loaded already; a direction without a mapper has none."""
+        host = cls(PairRef(name, small.ref, large.ref, f"{small.name} and {large.name}"))
+        host._adopt("small", small)
+        host._adopt("large", large)
+        for direction, (mapper, manifest) in (mappers or {}).items():
+            host.use_mapper(direction, mapper, manifest)
+        host._in_memory = True
+        return host
+
+    def model(self, side: str, progress: Progress | None = None) -> LoadedModel:
+        """The model of a side, loaded now if it is not yet.
+
+        Raises:
+            InputError: no such side.
+            WorkbenchError: it cannot be had, or does not fit the other one; the sentence says why.
+        """
+        if side not in SIDES:
+            raise InputError(f"There is no side {side!r}.", "Use small or large.")
+        with self._loading:
+            if side not in self._models:
+                self._adopt(side, load(self.pair.ref(side), progress=progress, **self._options))
+            return self._models[side]
+
+    def _adopt(self, side: str, model: LoadedModel) -> None:
+        """Keep a model, after it was compared with the other one."""
+        other = self._models.get(other_side(side))
+        if other is not None and other is not model:
+            small, large = (model, other) if side == "small" else (other, model)
+            check_pair(small.spec, large.spec)
+            if small.identity.tokenizer != large.identity.tokenizer:
+                check_tokenizers(small.tokenizer, large.tokenizer)
+        self._models[side] = model
+
+    def is_loaded(self, side: str) -> bool:
+        """Whether a side's weights are in memory."""
+        return side in self._models
+
+    def name(self, side: str) -> str:
+        """What people call a side's model: its own name once it is loaded, the end of its reference until then."""
+        return self._models[side].name if side in self._models else self.pair.ref(side).rstrip("/").rpartition("/")[2]
+
+    def mapper(self, direction: str) -> tuple[KVMapper, Manifest]:
+        """The mapper of a direction, verified against both models, on the target's devices and in its dtype.
+
+        Raises:
+            ArtefactError: there is none, it is damaged, or it belongs to something else; names the field.
+        """
+        source_side(direction)
+        with self._loading:
+            if direction not in self._mappers:
+                folder = self.mapper_folder(direction)
+                if self._in_memory or not (folder / artefact.MANIFEST).is_file():
+                    raise ArtefactError(
+                        f"There is no mapper for {self.pair.name} {direction}.", "Make one with `python -m workbench fit`."
+                    )
+                source, target = self.model(source_side(direction)), self.model(target_side(direction))
+                mapper, manifest = artefact.load(folder, source.identity, target.identity, direction)
+                self.use_mapper(direction, mapper, manifest)
+            return self._mappers[direction]
+
+    def use_mapper(self, direction: str, mapper: KVMapper, manifest: Manifest | None) -> None:
+        """Use this mapper from now on; a chat that is mapping at the moment finishes with the old one."""
+        target = self.model(target_side(direction))
+        moved = mapper.to(target.dtype, target.layer_devices)
+        self._mappers[direction] = (moved, manifest)  # type: ignore[assignment]
+
+    def forget_mapper(self, direction: str) -> None:
+        """Read the artefact again when it is next needed, for example after a new fit."""
+        with self._loading:
+            self._mappers.pop(direction, None)
+
+    def mapper_folder(self, direction: str) -> Path:
+        """Where the artefact of a direction is expected."""
+        return self._folders.get(direction) or artefact_folder(self.pair, direction)
+
+    def max_positions(self) -> int:
+        """Longest context in tokens: the smaller limit of both models, as far as it can be told without loading.
+
+        A conversation may be handed over at any time, so the limit of the model that is not in use counts too.
+        """
+        known = [limit for limit in map(self._limit_of, SIDES) if limit]
+        if not known:
+            raise WorkbenchError("Neither model of the pair can be read.")
+        return min(known)
+
+    def _limit_of(self, side: str) -> int:
+        """Longest context of one side, 0 when its config is not on this machine."""
+        if side in self._models:
+            return self._models[side].spec.max_positions
+        if side not in self._positions:
+            try:
+                self._positions[side] = read_spec(self.pair.ref(side), fetch=False)[0].max_positions
+            except WorkbenchError:
+                return 0
+        return self._positions[side]
+
+    @contextmanager
+    def holding_lane(self, should_stop: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Hold the lane; while waiting for it, look at the stop flag.
+
+        Raises:
+            Cancelled: when asked to stop while waiting.
+        """
+        while not self.lane.acquire(timeout=0.05):
+            if should_stop is not None and should_stop():
+                raise Cancelled("Stopped while waiting for another chat.")
+        try:
+            yield
+        finally:
+            self.lane.release()

@@ -1,0 +1,329 @@
+"""The Chat tab: a conversation that changes models, and the account of every change.
+
+Every action takes two steps. The first runs at once, outside the queue: it checks, notes what was asked for in the
+visitor's `Visit`, and shows that it was heard. The second waits for the models' turn, picks the note up (once: a
+double click finds nothing), does the work in a job thread, and streams. All computing, undo and clear included, happens
+in the second step, so a conversation is never touched by two threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any
+
+import gradio as gr
+
+from workbench.errors import Cancelled, InputError
+from workbench.ui import chat_view as view
+from workbench.ui.engine import Engine
+from workbench.ui.jobs import Done, StopFlag, run_job
+from workbench.ui.markup import progress
+from workbench.ui.measuring import MODEL, QUICK, visit_of
+from workbench.ui.session import Request, Visit
+from workbench.ui.theme import ASSETS, html
+
+DOUBLE_CLICK_SECONDS = 0.8
+LOG_TEMPLATE = (
+    '<div class="kv-logbox"><div class="kv-log" role="log" aria-live="polite" aria-label="Conversation" tabindex="0"></div>'
+    '<button type="button" class="kv-jump" hidden>↓ newest</button></div>'
+)
+STARTING = "Waiting for the model"
+
+
+class ChatTab:
+    """Handlers and layout. Components are attributes; handlers return dicts of the ones that change."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    # --- layout ------------------------------------------------------------------------------------------------------
+
+    def build(self, key: gr.State) -> None:
+        """Lays the tab out inside the current `gr.Blocks` and wires its events."""
+        self.key = key
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=7, min_width=340):
+                self.models = html(view.models_view({}, {}, "small"), elem_id="kv-models")
+                self.log = html(
+                    view.log_value(None, False, loads="The first message loads the small model."),
+                    html_template=LOG_TEMPLATE,
+                    js_on_load=(ASSETS / "chat_log.js").read_text(encoding="utf-8"),
+                    elem_id="kv-chat",
+                )
+                self.meter = html("", elem_id="kv-context")
+                self.status = html("", elem_id="kv-status")
+                self.text = gr.Textbox(
+                    placeholder="Write a message. Enter sends, Shift+Enter starts a new line.",
+                    label="Message",
+                    show_label=False,
+                    lines=1,  # with one line, Enter sends
+                    max_lines=8,
+                    elem_id="kv-message",
+                    html_attributes=gr.InputHTMLAttributes(enterkeyhint="send"),
+                )
+                with gr.Row():
+                    self.send = gr.Button("Send", variant="primary", scale=2, min_width=90, elem_id="kv-send")
+                    self.stop = gr.Button("Stop", interactive=False, scale=1, min_width=70, elem_classes="kv-stop", elem_id="kv-stop")
+                    self.undo = gr.Button("Undo", scale=1, min_width=70, elem_id="kv-undo")
+                    self.retry = gr.Button("Retry", scale=1, min_width=70, elem_id="kv-retry")
+                    self.clear = gr.Button("Clear", scale=1, min_width=70, elem_id="kv-clear")
+                self.switch = gr.Button(view.switch_label("small"), elem_id="kv-switch", elem_classes="kv-switch kv-to-large")
+            with gr.Column(scale=5, min_width=320):
+                self.account = html(view.account_panel(None), elem_id="kv-account")
+                self.measure = gr.Button("Measure the true prefill now", interactive=False, elem_id="kv-measure")
+                with gr.Accordion("Handoff settings", open=False):
+                    self.true_prefill = gr.Checkbox(False, label="Switch by true prefill instead", info="The new model reads everything again, for comparison.")
+                    self.measure_each = gr.Checkbox(
+                        False, label="Measure the true prefill after every switch", info="On a scratch cache; takes as long as the prefill takes."
+                    )
+                    self.recommended = gr.Checkbox(True, label="Anchors and hold-back as the mapper recommends")
+                    self.anchors = gr.Slider(0, 64, 4, step=1, label="Anchors", info="First tokens that the new model runs itself. They carry much of the attention.")
+                    self.hold_back = gr.Slider(1, 256, 16, step=1, label="Hold-back", info="Last tokens that the new model runs itself, on top of the mapped ones.")
+                with gr.Accordion("Sampling", open=False):
+                    self.greedy = gr.Checkbox(True, label="Greedy", info="Always the most likely token; the same words every time.")
+                    self.temperature = gr.Slider(0.1, 2.0, 0.7, step=0.05, label="Temperature")
+                    self.top_p = gr.Slider(0.05, 1.0, 0.95, step=0.05, label="Top-p")
+                    self.max_tokens = gr.Slider(8, 1024, 256, step=8, label="Longest answer, in tokens")
+                    self.seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31 - 1)
+        self._wire()
+
+    def _wire(self) -> None:
+        settings = [
+            self.key, self.greedy, self.temperature, self.top_p, self.max_tokens, self.seed,
+            self.recommended, self.anchors, self.hold_back, self.measure_each,
+        ]  # fmt: skip
+        shown = [
+            self.key, self.log, self.models, self.status, self.text, self.send, self.stop, self.undo, self.retry,
+            self.clear, self.switch, self.meter, self.account, self.measure,
+        ]  # fmt: skip
+        api = {"api_visibility": self.engine.settings.api_visibility}
+
+        def action(trigger: Callable[..., Any], ask: Callable[..., Any], inputs: list[Any], name: str) -> None:
+            first = trigger(ask, inputs, shown, api_name=f"ask_{name}", **QUICK, **api)
+            first.then(self.run, settings, shown, api_name=f"run_{name}", **MODEL, **api)
+
+        action(self.send.click, self.ask_send, [self.key, self.text], "send")
+        action(self.text.submit, self.ask_send, [self.key, self.text], "submit")
+        action(self.log.act, self.ask_act, [self.key], "act")
+        action(self.switch.click, self.ask_switch, [self.key, self.switch, self.true_prefill], "switch")
+        for button, kind in ((self.undo, "undo"), (self.retry, "retry"), (self.clear, "clear"), (self.measure, "measure")):
+            action(button.click, self._asker(kind), [self.key], kind)
+        self.stop.click(self.ask_stop, [self.key], [self.status], api_name="stop", **QUICK, **api)
+
+    # --- first step: at once, no model -------------------------------------------------------------------------------
+
+    def ask_send(self, key: str | None, text: str) -> dict[Any, Any]:
+        """Notes a message to send, or an edited one."""
+        key, visit = visit_of(self.engine, key)
+        text = text or ""
+        if visit.pending is not None or visit.busy:
+            return self._refuse(key, visit, "The model is still at work. Press Stop to end it first.")
+        if not text.strip():
+            return self._refuse(key, visit, "The message is empty. Write something first.", "warn")
+        limit = self.engine.settings.max_prompt_chars
+        if len(text) > limit:
+            return self._refuse(key, visit, f"The message has {len(text):,} characters; at most {limit:,} are accepted.", "warn")
+        kind = "send" if visit.editing is None else "edit"
+        visit.pending = Request(kind, text=text, index=visit.editing if visit.editing is not None else -1)
+        visit.editing = None
+        shown = view.log_value(visit.chat, True, waiting=text)
+        return {self.key: key, self.log: shown, self.text: "", self.status: progress(STARTING), **self._buttons(visit, True)}
+
+    def ask_switch(self, key: str | None, label: str, true_prefill: bool) -> dict[Any, Any]:
+        """Notes a switch to the side that the clicked button named."""
+        key, visit = visit_of(self.engine, key)
+        to = view.switch_target(str(label))
+        side = visit.chat.side if visit.chat is not None else "small"
+        again = time.monotonic() - visit.last_switch < DOUBLE_CLICK_SECONDS
+        if visit.pending is not None or visit.busy:
+            return self._refuse(key, visit, "The model is still at work; switch when it has finished, or press Stop.")
+        if again or to == side:
+            return {self.key: key}
+        visit.pending = Request("switch", to=to, how="prefill" if true_prefill else "mapped")
+        return {self.key: key, self.status: progress(f"Switching to the {to} model"), **self._buttons(visit, True)}
+
+    def ask_act(self, key: str | None, event: gr.EventData) -> dict[Any, Any]:
+        """A click inside the conversation: an example to send, or a message to edit."""
+        data = event._data or {}
+        if data.get("act") == "example":
+            return self.ask_send(key, str(data.get("text", "")))
+        key, visit = visit_of(self.engine, key)
+        index = data.get("index")
+        messages = visit.chat.messages if visit.chat is not None else []
+        if visit.busy or data.get("act") != "edit" or not isinstance(index, int) or not 0 <= index < len(messages):
+            return {self.key: key}
+        visit.editing = index
+        text = "Editing an earlier message: sending it drops what came after. Undo cancels the edit."
+        return {self.key: key, self.text: messages[index].text, self.status: view.notice_view(text), self.send: gr.update(value="Send the edit")}
+
+    def _asker(self, kind: str) -> Callable[[str | None], dict[Any, Any]]:
+        def ask(key: str | None) -> dict[Any, Any]:
+            key, visit = visit_of(self.engine, key)
+            if kind == "undo" and visit.editing is not None:
+                visit.editing = None
+                return {self.key: key, self.text: "", self.status: "", **self._buttons(visit, False)}
+            if visit.pending is not None or visit.busy:
+                return self._refuse(key, visit, "The model is still at work. Press Stop to end it first.")
+            if visit.chat is None:
+                return self._refuse(key, visit, "There is nothing yet to do that with.")
+            visit.pending = Request(kind)
+            words = {"undo": "Taking back", "retry": "Answering again", "clear": "Clearing", "measure": "Running a true prefill"}
+            return {self.key: key, self.status: progress(words[kind]), **self._buttons(visit, True)}
+
+        ask.__name__ = f"ask_{kind}"
+        return ask
+
+    def ask_stop(self, key: str | None) -> str:
+        """Raises the stop flag; the running step ends within a token and shows its own end."""
+        _, visit = visit_of(self.engine, key)
+        if visit.pending is None and not visit.busy:
+            return ""
+        visit.stop_all()
+        return progress("Stopping")
+
+    # --- second step: in the models' lane ----------------------------------------------------------------------------
+
+    def run(
+        self, key: str | None, greedy: bool, temperature: float, top_p: float, max_tokens: float, seed: float,
+        recommended: bool, anchors: float, hold_back: float, measure_each: bool,
+    ) -> Generator[dict[Any, Any], None, None]:  # fmt: skip
+        """Does what the first step noted, streaming; without a note it does nothing."""
+        visit = self.engine.visits.get(key)
+        if visit is None:
+            return
+        with visit.lock:
+            request, visit.pending = visit.pending, None
+            if request is None or visit.busy:
+                return
+            visit.running = request
+        try:
+            sampling = {
+                "greedy": bool(greedy), "temperature": float(temperature), "top_p": float(top_p),
+                "max_new_tokens": int(max_tokens), "seed": int(seed or 0),
+            }  # fmt: skip
+            handoff = (None, None) if recommended else (int(anchors), int(hold_back))
+            with closing(run_job(lambda post, stop: self._work(visit, request, sampling, handoff, measure_each, post, stop), request.stop)) as items:
+                for item in items:
+                    if item is None:
+                        continue
+                    if isinstance(item, Done):
+                        visit.running = None
+                        yield self._after(visit, request, item)
+                    elif isinstance(item, tuple):
+                        yield {self.status: progress(*item)}
+                    else:
+                        yield {self.log: view.log_value(visit.chat, True), self.status: ""}
+        finally:
+            visit.running = None
+
+    def _work(
+        self, visit: Visit, request: Request, sampling: dict[str, Any], handoff: tuple[int | None, int | None], measure_each: bool,
+        post: Callable[[Any], None], stop: StopFlag,
+    ) -> str | None:  # fmt: skip
+        """The work itself, in the job thread. Posts (text, done, total) for progress, True when an answer has grown.
+
+        Returns:
+            Text to put back into the message box, of an undo.
+        """
+        from workbench.chat.conversation import Conversation
+        from workbench.chat.decode import Sampling
+
+        def tell(share: float, text: str) -> None:
+            if stop():
+                raise Cancelled("Stopped.")
+            post((text, share, 1.0))
+
+        with self.engine.model_lane(stop):
+            host = self.engine.host_of(visit)
+            chosen = Sampling(**sampling)
+            if visit.chat is None:
+                visit.chat = Conversation(host, chosen)
+            chat = visit.chat
+            chat.sampling = chosen
+            chat.anchors, chat.hold_back = handoff
+            if request.kind == "clear":
+                chat.clear()
+            elif request.kind == "undo":
+                return chat.undo()
+            elif request.kind == "measure":
+                chat.measure_prefill()
+            elif request.kind == "switch":
+                nothing_said = not chat.messages
+                self.engine.load(host, (request.to,) if nothing_said else (chat.side, request.to), tell)
+                post((f"Switching to the {request.to} model",))
+                chat.switch(request.to, how=request.how, should_stop=stop)
+                visit.last_switch = time.monotonic()
+                if measure_each and chat.accounts[-1].tokens:
+                    post(("Running a true prefill, to compare",))
+                    chat.measure_prefill()
+            else:
+                self.engine.load(host, (chat.side,), tell)
+                post(("Reading",))
+                answers = {
+                    "send": lambda: chat.send(request.text, should_stop=stop),
+                    "retry": lambda: chat.retry(should_stop=stop),
+                    "edit": lambda: chat.edit(request.index, request.text, should_stop=stop),
+                }[request.kind]()
+                for _ in answers:
+                    post(True)  # the page is drawn from the conversation itself
+        return None
+
+    # --- what is shown -----------------------------------------------------------------------------------------------
+
+    def _after(self, visit: Visit, request: Request, done: Done) -> dict[Any, Any]:
+        """The whole tab after a step, with one sentence when it failed."""
+        told: Any = ""
+        back: dict[Any, Any] = {}
+        error = done.error
+        if isinstance(error, Cancelled):
+            told = view.notice_view("Stopped.")
+        elif error is not None:
+            kind = "warn" if isinstance(error, InputError) else "error"
+            told = view.notice_view(self.engine.sentence(error), kind)
+        if isinstance(done.result, str):
+            back = {self.text: done.result}
+        if error is not None and request.kind in ("send", "edit"):
+            back = {self.text: request.text}  # nothing that was written is lost
+        return {**self.everything(visit), self.status: told, **back}
+
+    def everything(self, visit: Visit) -> dict[Any, Any]:
+        """All components as they are when nothing runs."""
+        chat = visit.chat
+        side = chat.side if chat is not None else "small"
+        look = self.engine.look(visit)
+        return {
+            self.log: view.log_value(chat, False, loads=self._loads(visit)),
+            self.models: view.models_view(look.names, look.details, side),
+            self.account: view.account_panel(chat),
+            self.meter: view.meter_view(chat),
+            **self._buttons(visit, False),
+        }
+
+    def _loads(self, visit: Visit) -> str:
+        loaded = self.engine.look(visit).loaded
+        if "small" in loaded:
+            return "The small model is loaded, so the first message is answered at once."
+        return "The first message loads the small model and the first switch the large one; each takes some seconds, with progress."
+
+    def _buttons(self, visit: Visit, busy: bool) -> dict[Any, Any]:
+        chat = visit.chat
+        side = chat.side if chat is not None else "small"
+        can_measure = not busy and chat is not None and bool(chat.accounts) and chat.accounts[-1].tokens > 0
+        some = chat is not None and bool(chat.messages)
+        return {
+            self.send: gr.update(interactive=not busy, value="Send"),
+            self.stop: gr.update(interactive=busy),
+            self.undo: gr.update(interactive=not busy and some),
+            self.retry: gr.update(interactive=not busy and some),
+            self.clear: gr.update(interactive=not busy and chat is not None),
+            self.switch: gr.update(
+                interactive=not busy, value=view.switch_label(side), elem_classes=["kv-switch", f"kv-to-{view.other(side)}"]
+            ),
+            self.measure: gr.update(interactive=can_measure),
+        }
+
+    def _refuse(self, key: str, visit: Visit, text: str, kind: str = "info") -> dict[Any, Any]:
+        del visit
+        return {self.key: key, self.status: view.notice_view(text, kind)}

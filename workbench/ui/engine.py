@@ -1,0 +1,153 @@
+"""What all visitors share: the models of a pair, loaded once, and the one lane in which they compute.
+
+Nothing here imports torch until a model is asked for, so the page is there before the libraries are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.errors import Cancelled, WorkbenchError
+from workbench.ui.jobs import holding
+from workbench.ui.session import Visit, Visits
+from workbench.ui.settings import Settings
+
+log = logging.getLogger("workbench.ui")
+
+MAX_HOSTS = 2  # pairs held in memory: the one the page started with and one more
+SIDES = {"up": ("small", "large"), "down": ("large", "small")}
+ARROWS = {"up": "small → large", "down": "large → small"}
+
+
+EMBEDDED = {  # known without reading anything
+    "small": ("SmolLM2 sibling", "a pruned and distilled sibling; loads with the first message"),
+    "large": ("SmolLM2-135M-Instruct (30 layers)", "loads with the first switch"),
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """A pair as the page shows it: its reference, and per side a name, a detail, and whether it is in memory."""
+
+    ref: Any
+    names: dict[str, str]
+    details: dict[str, str]
+    loaded: frozenset[str]
+
+
+class Engine:
+    """Start options, the pairs in memory, the visits, and the lane."""
+
+    def __init__(self, settings: Settings, host: Any = None) -> None:
+        self.settings = settings
+        self.lane = threading.Lock()
+        self._make = threading.Lock()
+        self._hosts: dict[str, Any] = {}
+        self._start_host = host
+        self.visits = Visits(None, settings.max_chats)
+        self._warm = False
+
+    def start_ref(self) -> Any:
+        """The pair that the page was started with, as a reference."""
+        if self._start_host is not None:
+            return self._start_host.pair
+        from workbench.models.catalog import resolve
+
+        s = self.settings
+        return resolve(s.pair if s.source is None else None, s.source, s.target, s.direction)
+
+    def start_host(self) -> Any:
+        """The host of that pair (no weights are loaded by this, but torch is imported)."""
+        with self._make:
+            if self._start_host is None:
+                self._start_host = self._host(self.start_ref())
+            return self._start_host
+
+    def look(self, visit: Visit | None) -> Look:
+        """What can be said about a visitor's pair at once, without importing or loading anything."""
+        host = (visit.host if visit is not None else None) or self._start_host
+        ref = host.pair if host is not None else self.start_ref()
+        names, details, loaded = {}, {}, set()
+        for side in ("small", "large"):
+            names[side] = ref.ref(side).removeprefix("embedded:").rpartition("/")[2]
+            details[side] = "loads when it is needed"
+            if host is not None and host.is_loaded(side):
+                model = host.model(side)
+                names[side] = model.name
+                details[side] = f"loaded · {model.spec.layers} layers, {model.spec.kv_heads} KV heads of {model.spec.head_dim}"
+                loaded.add(side)
+            elif ref.name == "embedded":
+                names[side], details[side] = EMBEDDED[side]
+        return Look(ref, names, details, frozenset(loaded))
+
+    def host_of(self, visit: Visit) -> Any:
+        """The pair that a visitor works with."""
+        if visit.host is None:
+            visit.host = self.start_host()
+        return visit.host
+
+    def host_for(self, ref: Any) -> Any:
+        """A pair by its reference; keeps at most `MAX_HOSTS` beside each other."""
+        if ref == self.start_ref():
+            return self.start_host()
+        with self._make:
+            if ref.name not in self._hosts:
+                while len(self._hosts) >= MAX_HOSTS - 1:
+                    self._hosts.pop(next(iter(self._hosts)))
+                self._hosts[ref.name] = self._host(ref)
+            return self._hosts[ref.name]
+
+    def _host(self, ref: Any) -> Any:
+        from workbench.models.pair import PairHost
+
+        s = self.settings
+        return PairHost(ref, device_map=s.device_map, dtype=s.dtype, max_memory=s.max_memory)
+
+    def warm_up(self) -> None:
+        """Imports the heavy libraries in the background, once, after the first page has been sent."""
+        if self._warm:
+            return
+        self._warm = True
+
+        def body() -> None:
+            try:
+                import workbench.chat.conversation
+                import workbench.lab.compare  # noqa: F401
+            except Exception:
+                log.exception("The model libraries could not be imported")
+
+        threading.Thread(target=body, name="workbench-imports", daemon=True).start()
+
+    @contextmanager
+    def model_lane(self, should_stop: Callable[[], bool]):
+        """Holds the only lane in which models compute, so that two visitors never share a moment of it."""
+        with holding(self.lane, should_stop):
+            if should_stop():
+                raise Cancelled("Stopped.")
+            yield
+
+    def load(self, host: Any, sides: tuple[str, ...], tell: Callable[[float, str], None]) -> None:
+        """Loads what is missing of a pair, with progress."""
+        missing = [side for side in sides if not host.is_loaded(side)]
+        for place, side in enumerate(missing):
+
+            def report(share: float, text: str, place: int = place) -> None:
+                tell((place + share) / len(missing), text)
+
+            host.model(side, report)
+
+    def sentence(self, error: BaseException) -> str:
+        """One sentence for people; what is no `WorkbenchError` is logged and named without its internals."""
+        if isinstance(error, WorkbenchError):
+            log.warning("%s: %s", type(error).__name__, error)
+            return str(error)
+        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+            log.warning("out of memory: %s", error)
+            return "There was not enough memory for this; try a shorter context or a smaller model."
+        log.error("unexpected %s", type(error).__name__, exc_info=error)
+        return f"Something went wrong inside the program ({type(error).__name__}); the log has the details. You can go on."

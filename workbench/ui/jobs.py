@@ -1,0 +1,99 @@
+"""Long work behind a streaming page: one worker thread, progress out, a stop flag in.
+
+A gradio handler is a generator; closing it does not end a step that computes inside. So the step runs in
+a thread of its own that holds the model lane, checks a `threading.Event` at every token and layer, and posts what
+it has. The handler only polls, so it can be closed at any time; closing it, or not polling for a while
+(the browser is gone), raises the flag.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.errors import Cancelled
+
+POLL_SECONDS = 0.07
+ABANDONED_SECONDS = 8.0
+
+
+@dataclass
+class StopFlag:
+    """Asks one run to end. Also true when nobody has read its output for `ABANDONED_SECONDS`."""
+
+    event: threading.Event = field(default_factory=threading.Event)
+    last_poll: float = field(default_factory=time.monotonic)
+
+    def set(self) -> None:
+        self.event.set()
+
+    def __call__(self) -> bool:
+        if time.monotonic() - self.last_poll > ABANDONED_SECONDS:
+            self.event.set()
+        return self.event.is_set()
+
+
+@contextmanager
+def holding(lock: threading.Lock | None, should_stop: Callable[[], bool]):
+    """Holds `lock`; gives up with `Cancelled` when asked to stop while waiting."""
+    if lock is None:
+        yield
+        return
+    while not lock.acquire(timeout=0.1):
+        if should_stop():
+            raise Cancelled("Stopped before it began.")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@dataclass(frozen=True)
+class Done:
+    """Last item of `run_job`: what the work returned, or the error that it raised."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+def run_job(
+    work: Callable[[Callable[[Any], None], Callable[[], bool]], Any], stop: StopFlag
+) -> Generator[Any, None, None]:
+    """Runs `work(post, should_stop)` in a thread; yields the newest posted item at each poll, `Done` last.
+
+    Items that were posted between two polls are dropped but the newest: the page shows states, not a log.
+    """
+    posts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def body() -> None:
+        try:
+            posts.put(Done(work(posts.put, stop)))
+        except BaseException as error:  # handed over whole: the handler decides what a person sees
+            posts.put(Done(error=error))
+
+    stop.last_poll = time.monotonic()
+    threading.Thread(target=body, name="workbench-job", daemon=True).start()
+    try:
+        while True:
+            stop.last_poll = time.monotonic()
+            try:
+                item = posts.get(timeout=1.0)
+            except queue.Empty:
+                yield None  # a sign of life, so that a closed page is noticed
+                continue
+            while not isinstance(item, Done):
+                try:
+                    item = posts.get_nowait()
+                except queue.Empty:
+                    break
+            yield item
+            if isinstance(item, Done):
+                return
+            time.sleep(POLL_SECONDS)
+    finally:
+        stop.set()

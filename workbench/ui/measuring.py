@@ -1,0 +1,150 @@
+"""What the measuring tabs share: a saved result at first, "Measure here" with progress and stop, one note per run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from typing import Any
+
+import gradio as gr
+
+from workbench.errors import Cancelled, InputError, WorkbenchError
+from workbench.ui.engine import SIDES, Engine
+from workbench.ui.jobs import Done, StopFlag, run_job
+from workbench.ui.markup import notice, progress
+from workbench.ui.session import Visit
+
+MODEL = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
+QUICK = {"queue": False, "show_progress": "hidden"}
+
+
+def visit_of(engine: Engine, key: str | None) -> tuple[str, Visit]:
+    """The visitor's own things; new ones when the server does not know the key (restarted, or dropped for room)."""
+    visit = engine.visits.get(key)
+    if visit is None:
+        key = engine.visits.open()
+        visit = engine.visits.get(key)
+        assert visit is not None
+    return str(key), visit
+
+
+def saved(engine: Engine, key: str | None, direction: str, kind: str) -> tuple[Any, str]:
+    """The result to show: measured here by this visitor, else the one that came with the pair.
+
+    Returns:
+        (result or None, a sentence when there is none).
+    """
+    from workbench.lab.provenance import load_precomputed
+
+    _, visit = visit_of(engine, key)
+    host = engine.host_of(visit)
+    own = visit.results.get((host.pair.name, direction, kind))
+    if own is not None:
+        return own, ""
+    try:
+        folder = host.mapper_folder(direction)
+        found = load_precomputed(host.pair.name, direction, kind, folder if (folder / f"{kind}.json").is_file() else None)
+    except WorkbenchError as error:
+        return None, engine.sentence(error)
+    if found is None:
+        return None, f"Nothing was precomputed for {host.pair.title}, {direction}. Measure it here."
+    return found, ""
+
+
+def measure(
+    engine: Engine,
+    key: str | None,
+    direction: str,
+    kind: str,
+    start: Callable[[Any, Callable[[], bool]], Iterator[Any]],
+) -> Generator[tuple[str, Any, bool], None, None]:
+    """Runs a measuring generator of `workbench.lab` in the models' lane.
+
+    Args:
+        engine: shared by all visitors.
+        key: of the visitor.
+        direction: "up" or "down".
+        kind: under which the result is kept for the visitor.
+        start: (host, should_stop) -> an iterator of `Step`s and partial results, the result last.
+
+    Yields:
+        (status HTML, newest partial or whole result or None, finished).
+    """
+    _, visit = visit_of(engine, key)
+    if visit.job_stop is not None:
+        yield notice("A measurement of yours is running already. Stop it first."), None, False
+        return
+    stop = take_flag(visit)
+    host = engine.host_of(visit)
+
+    def work(post: Callable[[Any], None], should_stop: Callable[[], bool]) -> Any:
+        def tell(share: float, text: str) -> None:
+            if should_stop():
+                raise Cancelled("Stopped.")
+            post((text, share))
+
+        post(("Waiting for the model", None))
+        with engine.model_lane(should_stop):
+            engine.load(host, SIDES[direction], tell)
+            post(("Starting", 0.0))
+            last = None
+            for item in start(host, should_stop):
+                if should_stop():
+                    raise Cancelled("Stopped.")
+                last = item
+                fraction = getattr(item, "fraction", None)
+                post((item.text, fraction, item.partial) if fraction is not None else ("Measuring", None, item))
+            return last
+
+    try:
+        with closing(run_job(work, stop)) as items:
+            for item in items:
+                if item is None:
+                    continue
+                if not isinstance(item, Done):
+                    text, share, *partial = item
+                    yield progress(text, share, 1.0), partial[0] if partial else None, False
+                elif item.error is None:
+                    visit.results[host.pair.name, direction, kind] = item.result
+                    yield "", item.result, True
+                elif isinstance(item.error, Cancelled):
+                    yield notice("Stopped; nothing was changed."), None, True
+                else:
+                    mild = "warn" if isinstance(item.error, InputError) else "error"
+                    yield notice(engine.sentence(item.error), mild), None, True
+    finally:
+        visit.job_stop = None
+
+
+def take_flag(visit: Visit) -> StopFlag:
+    """The flag of the job that begins now; it may be up already, when Stop was pressed while waiting in the queue."""
+    visit.job_stop, visit.job_asked = visit.job_asked or StopFlag(), None
+    return visit.job_stop
+
+
+def wire_job(engine: Engine, key: gr.State, run: gr.Button, stop: gr.Button, status: Any, job: Any, inputs: list[Any], outputs: list[Any], name: str) -> None:
+    """Wires a "Measure here" button and its Stop.
+
+    Stop works from the click on, also while the job waits for its turn, and is off when there is nothing to stop.
+    """
+    api = {"api_visibility": engine.settings.api_visibility}
+
+    def arm(key: str | None) -> tuple[Any, ...]:
+        key, visit = visit_of(engine, key)
+        visit.job_asked = StopFlag()
+        return key, gr.update(interactive=True), gr.update(interactive=False), progress("Waiting for the model")
+
+    def disarm() -> tuple[Any, Any]:
+        return gr.update(interactive=False), gr.update(interactive=True)
+
+    def stop_job(key: str | None) -> str:
+        _, visit = visit_of(engine, key)
+        flags = [flag for flag in (visit.job_stop, visit.job_asked) if flag is not None]
+        for flag in flags:
+            flag.set()
+        return progress("Stopping") if flags else ""
+
+    armed = run.click(arm, [key], [key, stop, run, status], api_name=f"ask_{name}", **QUICK, **api)
+    done = armed.then(job, inputs, outputs, api_name=name, **MODEL, **api)
+    done.then(disarm, None, [stop, run], api_name=f"end_{name}", **QUICK, **api)
+    stop.click(stop_job, [key], [status], api_name=f"stop_{name}", **QUICK, **api)

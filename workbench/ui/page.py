@@ -1,0 +1,66 @@
+"""The page: six tabs around one engine. Building it imports no torch; models come when somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import gradio as gr
+
+from workbench.ui.chat import ChatTab
+from workbench.ui.engine import Engine
+from workbench.ui.fit import FitTab
+from workbench.ui.heads import HeadsTab
+from workbench.ui.latency import LatencyTab
+from workbench.ui.quality import QualityTab
+from workbench.ui.settings import Settings
+from workbench.ui.side_by_side import SideTab
+from workbench.ui.theme import html
+
+TITLE = "KV Handoff Workbench"
+
+
+def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
+    """The whole page.
+
+    Args:
+        settings: how it was started.
+        host: a `PairHost` to use instead of the one that the settings name (tests).
+
+    Returns:
+        Blocks with the queue set up; launch with `workbench.ui.theme.launch_options(settings)`.
+    """
+    settings = settings or Settings()
+    engine = Engine(settings, host)
+    with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:
+        key = gr.State(None)
+        html(
+            f'<header class="kv-top"><h1>{TITLE}</h1><p>Change the model in the middle of a conversation, without reading everything again – and see what that costs.</p></header>'
+        )
+        chat = ChatTab(engine)
+        fit = FitTab(engine)
+        with gr.Tabs(elem_classes="kv-tabs"):
+            with gr.Tab("Chat", id="chat"):
+                chat.build(key)
+            for tab in (SideTab(engine), HeadsTab(engine), LatencyTab(engine), QualityTab(engine)):
+                tab.build(key)
+            fit.build(key)
+        shown = [chat.log, chat.models, chat.account, chat.meter, chat.send, chat.stop, chat.undo, chat.retry, chat.clear, chat.switch, chat.measure]
+        fit.wire_use(key, chat, shown)
+
+        def arrive(request: gr.Request) -> Generator[dict[Any, Any], None, None]:
+            """A visitor's own key; then, while the page is already there, the heavy imports."""
+            own = engine.visits.open(request.session_hash)
+            visit = engine.visits.get(own)
+            assert visit is not None
+            yield {key: own, **chat.everything(visit)}
+            engine.warm_up()
+
+        def leave(request: gr.Request) -> None:
+            engine.visits.tab_closed(request.session_hash)
+
+        api = {"api_visibility": settings.api_visibility}
+        demo.load(arrive, None, [key, *shown], api_name="arrive", queue=True, show_progress="hidden", **api)
+        demo.unload(leave)
+    demo.engine = engine
+    return demo.queue(max_size=settings.queue_size, default_concurrency_limit=8)

@@ -1,0 +1,116 @@
+"""One visitor, one `Visit`. The key is made by the server and lives in `gr.State`, never in the page.
+
+Gradio's own session hash is chosen by the browser, so it only serves to notice that a tab was closed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.ui.jobs import StopFlag
+
+GRACE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a click asked for; picked up once by the model step that follows it."""
+
+    kind: str
+    text: str = ""
+    index: int = -1
+    to: str = ""
+    how: str = "mapped"
+    stop: StopFlag = field(default_factory=StopFlag)
+
+
+@dataclass
+class Visit:
+    """Everything of one visitor. Fields are only touched by that visitor's events."""
+
+    host: Any
+    chat: Any = None
+    pending: Request | None = None
+    running: Request | None = None
+    job_asked: StopFlag | None = None  # pressed, and waiting for its turn
+    job_stop: StopFlag | None = None  # running
+    editing: int | None = None
+    notice: str = ""
+    last_switch: float = 0.0
+    used: float = field(default_factory=time.monotonic)
+    results: dict[str, Any] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def stop_all(self) -> None:
+        """Raises the stop flag of whatever this visitor has running or waiting."""
+        for request in (self.pending, self.running):
+            if request is not None:
+                request.stop.set()
+        for flag in (self.job_asked, self.job_stop):
+            if flag is not None:
+                flag.set()
+
+    @property
+    def busy(self) -> bool:
+        return self.running is not None
+
+
+class Visits:
+    """The chats of all visitors, by secret key; the longest unused idle one goes when there are too many."""
+
+    def __init__(self, default_host: Any, limit: int) -> None:
+        self._default_host = default_host
+        self._limit = limit
+        self._visits: OrderedDict[str, Visit] = OrderedDict()
+        self._tabs: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def open(self, tab: str | None = None) -> str:
+        """Makes a visit and returns its secret key."""
+        key = secrets.token_urlsafe(24)
+        with self._lock:
+            self._visits[key] = Visit(self._default_host)
+            if tab:
+                self._tabs[tab] = key
+            for old in list(self._visits):
+                if len(self._visits) <= self._limit:
+                    break
+                if old != key and not self._visits[old].busy:
+                    self._visits.pop(old).stop_all()
+        return key
+
+    def get(self, key: str | None) -> Visit | None:
+        """The visit of a key, or None when it was dropped (server restarted, too many chats)."""
+        with self._lock:
+            visit = self._visits.get(key or "")
+            if visit is not None:
+                visit.used = time.monotonic()
+                self._visits.move_to_end(key or "")
+            return visit
+
+    def tab_closed(self, tab: str | None) -> None:
+        """Stops at once what a closed tab has running; frees its caches after a short grace."""
+        with self._lock:
+            key = self._tabs.pop(tab or "", None)
+            visit = self._visits.get(key or "")
+        if visit is None or key is None:
+            return
+        visit.stop_all()
+        closed_at = time.monotonic()
+
+        def free() -> None:
+            with self._lock:
+                if visit.used <= closed_at:
+                    self._visits.pop(key, None)
+
+        timer = threading.Timer(GRACE_SECONDS, free)
+        timer.daemon = True
+        timer.start()
+
+    def __len__(self) -> int:
+        return len(self._visits)

@@ -1,0 +1,54 @@
+"""What the page was started with. One frozen object, passed down; no module-level state."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Start options of the page.
+
+    Attributes:
+        pair: Name of a pair in the catalog.
+        source, target: Two model references that replace the named pair (hub id, folder or GGUF file).
+        direction: Which of the two is the small one: `"up"` means that `source` is.
+        host, port: Where the server listens.
+        public: Served to strangers: no free model references, small calibration runs only.
+        device_map, dtype, max_memory: Handed to the loader as they are.
+        queue_size: Events that may wait; the next one gets "busy" at once.
+        max_chats: Chats kept on the server; the oldest idle one is dropped when one more is needed.
+        max_prompt_chars: Longer text is refused before it is tokenised.
+        debug: Log tracebacks.
+    """
+
+    pair: str = "embedded"
+    source: str | None = None
+    target: str | None = None
+    direction: str = "up"
+    host: str = "127.0.0.1"
+    port: int = 7860
+    public: bool = False
+    device_map: str = "auto"
+    dtype: str = "auto"
+    max_memory: str | None = None
+    queue_size: int = 16
+    max_chats: int = 24
+    max_prompt_chars: int = 100_000
+    max_public_fit_tokens: int = 2_000
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.source is None) != (self.target is None):
+            raise ValueError("Give both --source and --target, or neither.")
+
+    @property
+    def on_space(self) -> bool:
+        """True on a Hugging Face Space, which sets `SPACE_ID`."""
+        return bool(os.environ.get("SPACE_ID"))
+
+    @property
+    def api_visibility(self) -> str:
+        """Handlers are no public interface; on a public server they cannot be called by scripts at all."""
+        return "private" if self.public or self.on_space else "undocumented"
