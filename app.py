@@ -1,6 +1,7 @@
 """Starts the web page: `python app.py`, `make demo`, or a Hugging Face Space, which runs this file.
 
-Arguments -> `Settings` -> `demo` -> launch. Nothing heavy is imported here; models load when somebody asks for them.
+Arguments -> `Settings` -> `demo` -> launch. Nothing heavy is imported here; models load when somebody asks
+for them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,26 @@ from workbench.ui import Settings, build, launch_options
 
 def parse(arguments: list[str]) -> Settings:
     """Command-line arguments as settings."""
-    parser = argparse.ArgumentParser(description="KV Handoff Workbench: change models in the middle of a conversation.")
-    parser.add_argument("--pair", default="embedded", help="a pair of the catalog (see `python -m workbench pairs`)")
-    parser.add_argument("--source", help="a small model instead: hub id, folder or GGUF file (needs --target)")
+    parser = argparse.ArgumentParser(
+        description="KV Handoff Workbench: change models in the middle of a conversation."
+    )
+    parser.add_argument(
+        "--pair", default="embedded", help="a pair of the catalog (see `python -m workbench pairs`)"
+    )
+    parser.add_argument(
+        "--source", help="a small model instead: hub id, folder or GGUF file (needs --target)"
+    )
     parser.add_argument("--target", help="the large model that goes with --source")
     parser.add_argument("--direction", choices=["up", "down"], default="up", help="down swaps the two")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    parser.add_argument("--port", type=int, default=int(os.environ.get("PORT") or 7860), help="default: 7860, or PORT")
-    parser.add_argument("--public", action="store_true", help="for strangers: no free model names, small fits only")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=int(os.environ.get("PORT") or 7860), help="default: 7860, or PORT"
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="for strangers: no free model names, small fits only"
+    )
     parser.add_argument("--device-map", default="auto", help="as for accelerate (default: auto)")
     parser.add_argument("--max-memory", help="for example cpu=4GiB,0=10GiB")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
@@ -31,16 +44,27 @@ def parse(arguments: list[str]) -> Settings:
     args = parser.parse_args(arguments)
     try:
         return Settings(
-            pair=args.pair, source=args.source, target=args.target, direction=args.direction, host=args.host, port=args.port,
-            public=args.public, device_map=args.device_map, dtype=args.dtype, max_memory=args.max_memory,
-            queue_size=args.queue, debug=args.debug,
-        )  # fmt: skip
+            pair=args.pair,
+            source=args.source,
+            target=args.target,
+            direction=args.direction,
+            host=args.host,
+            port=args.port,
+            public=args.public,
+            device_map=args.device_map,
+            dtype=args.dtype,
+            max_memory=args.max_memory,
+            queue_size=args.queue,
+            debug=args.debug,
+        )
     except ValueError as error:
         parser.error(str(error))
 
 
 settings = parse(sys.argv[1:] if __name__ == "__main__" else [])
-logging.basicConfig(level=logging.DEBUG if settings.debug else logging.INFO, format="%(asctime)s %(name)s %(message)s")
+logging.basicConfig(
+    level=logging.DEBUG if settings.debug else logging.INFO, format="%(asctime)s %(name)s %(message)s"
+)
 for chatty in ("httpx", "httpcore", "asyncio", "urllib3", "matplotlib"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
 demo = build(settings)

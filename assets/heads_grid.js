@@ -2,13 +2,13 @@
    {layers, heads, values: [layer][head], low, high, label, head_word, pick, reverse}. Layers run along the long side of
    the screen. Arrow keys, Home and End move; Enter or Space opens a head. Sends 'cell' {layer, head}. */
 const grid = element.querySelector('.kv-grid');
-const STOPS = [[0, 32, 76], [49, 68, 107], [102, 105, 112], [149, 143, 120], [202, 185, 105], [255, 233, 69]]; // cividis
+const STOPS = [[68, 1, 84], [65, 68, 135], [42, 120, 142], [34, 168, 132], [122, 209, 81], [253, 231, 37]]; // viridis
 
 const colour = (share) => {
   const t = Math.min(Math.max(share, 0), 1) * (STOPS.length - 1);
   const i = Math.min(Math.floor(t), STOPS.length - 2);
   const c = STOPS[i].map((a, k) => Math.round(a + (STOPS[i + 1][k] - a) * (t - i)));
-  const light = (0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]) > 120;
+  const light = (0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]) > 110;
   return [`rgb(${c.join(',')})`, light ? '#10141b' : '#ffffff'];
 };
 

@@ -1,7 +1,8 @@
-"""Tiny random models and a tiny tokenizer for all tests: real classes of the installed transformers, no files.
+"""Tiny random models and a tiny tokenizer for all tests: real classes of transformers, no files.
 
-`tiny_model(kind, seed, **overrides)` builds one of `KINDS` in float32. Their head counts and head sizes differ on
-purpose, and every parameter is random (biases and norms too), so that a wrong transpose or a forgotten bias shows.
+`tiny_model(kind, seed, **overrides)` builds one of `KINDS` in float32. Their head counts and head sizes
+differ on purpose, and every parameter is random (biases and norms too), so that a wrong transpose or a
+forgotten bias shows.
 `tiny_tokenizer()` splits into bytes and a few words and has a ChatML template.
 """
 

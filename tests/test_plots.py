@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +29,11 @@ from workbench.lab.results import (
 EVIL = '<img src=x onerror="alert(1)">\u202e\u200b%{x}'
 ORIGIN = Provenance("2026-01-01T00:00:00+00:00", "a processor", {}, "pair", "up", "s", "t", "r", "r", "m", 10)
 ACCOUNT: dict[str, Any] = {
-    "source": EVIL, "target": "large", "how": "mapped", "tokens": 100, "reused": 0, "mapped": 80, "native": 20,
-    "anchors": 4, "hold_back": 16, "reason": "", "prefill_ms": 90.0, "prefill_source": "measured",
-    "ms": {"anchors": 5.0, "map_strip": 1.0, "map_product": 4.0, "map_rotate": 2.0, "hold_back": 6.0, "total": 20.0},
+    "source": EVIL, "target": "large", "how": "mapped", "tokens": 100, "reused": 0, "mapped": 80,
+    "native": 20, "anchors": 4, "hold_back": 16, "reason": "", "prefill_ms": 90.0,
+    "prefill_source": "measured",
+    "ms": {"anchors": 5.0, "map_strip": 1.0, "map_product": 4.0, "map_rotate": 2.0, "hold_back": 6.0,
+           "total": 20.0},
 }  # fmt: skip
 
 
@@ -154,3 +159,13 @@ def test_an_account_says_where_its_prefill_is_from() -> None:
 def test_literal_text() -> None:
     assert plots.safe("a<b>\n\u200b") == "a&lt;b&gt;⏎⟨U+200B⟩"
     assert len(plots.safe("x" * 100, 10)) == 10
+
+
+def test_saved_results_are_drawn_without_torch() -> None:
+    """The page shows precomputed figures before any model library is there."""
+    code = (
+        "import sys; import workbench.plots, workbench.lab.corpus, workbench.lab.provenance as p; "
+        "p.load_precomputed('embedded', 'up', 'heads'); "
+        "sys.exit(bool({'torch', 'transformers', 'gradio'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

@@ -1,7 +1,8 @@
 """The command line: `python -m workbench COMMAND`.
 
-With `--json` the last line of standard output is one JSON object, otherwise there is a table for people. An error is one
-sentence on standard error, with exit status 2 when what was asked for cannot be done as it stands, and 1 when it failed.
+With `--json` the last line of standard output is one JSON object, otherwise there is a table for people. An
+error is one sentence on standard error, with exit status 2 when what was asked for cannot be done as it
+stands, and 1 when it failed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str], progress: StderrProgress) -> int:
-    parser = Parser(prog="python -m workbench", description="Change models mid-conversation, and see what it costs.")
+    parser = Parser(
+        prog="python -m workbench", description="Change models mid-conversation, and see what it costs."
+    )
     parsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, (path, takes_pair, help_line) in COMMANDS.items():

@@ -1,8 +1,9 @@
 """Results as plotly figures, and as one sentence each for people who cannot see them.
 
-Figures read in light and dark mode: transparent backgrounds, mid-grey text, colours of Okabe and Ito (told apart by
-colour-blind people) and perceptually even maps on fixed scales. Whatever a model or a person wrote is shown literally:
-escaped, and with characters that do not print written as their code. Plotly would take it for markup otherwise.
+Figures read in light and dark mode: transparent backgrounds, mid-grey text, colours of Okabe and Ito (told
+apart by colour-blind people) and perceptually even maps on fixed scales. Whatever a model or a person wrote
+is shown literally: escaped, and with characters that do not print written as their code. Plotly would take
+it for markup otherwise.
 """
 
 from __future__ import annotations
@@ -17,14 +18,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.lab.results import (
-    ARMS,
-    METRICS,
-    Comparison,
-    Evaluation,
-    HeadMaps,
-    LatencyBench,
-)
+from workbench.lab.results import ARMS, METRICS, Comparison, Evaluation, HeadMaps, LatencyBench
 from workbench.lab.results.common import nan_mean
 
 TEXT, GRID = "#888888", "rgba(136,136,136,0.25)"
@@ -41,7 +35,7 @@ PARTS = {
 
 
 def safe(text: str, longest: int = 40) -> str:
-    """Text that plotly shows literally: escaped, unprintable characters as codes, cut to `longest` characters."""
+    """Text that plotly shows literally: escaped, unprintable characters as codes, cut at `longest`."""
     shown = text if len(text) <= longest else text[: longest - 1] + "…"
     names = {"\n": "⏎", "\t": "⇥", " ": " "}
     printable = "".join(names.get(c) or (c if c.isprintable() else f"⟨U+{ord(c):04X}⟩") for c in shown)
@@ -113,7 +107,7 @@ def heads(maps: HeadMaps, metric: str = "r2_k") -> go.Figure:
 
 
 def latency(bench: LatencyBench) -> go.Figure:
-    """Bars of mapping, handoff and prefill per context length (log scale, middle half of the runs as whiskers).
+    """Bars of mapping, handoff and prefill per context length (log scale; whiskers: middle half of the runs).
 
     The line is the strict ratio, prefill without the head over the whole handoff, on the right axis.
     """
@@ -158,17 +152,18 @@ def latency(bench: LatencyBench) -> go.Figure:
         hovertemplate="%{x} tokens<br>prefill without head / whole handoff: %{y:.2f}<extra></extra>",
         secondary_y=True,
     )
-    _layout(fig, "Handoff against true prefill", height=440)
+    _layout(fig, "", height=440)
     fig.update_layout(barmode="group", bargap=0.25)
     fig.update_xaxes(title="context length, tokens", type="category")
     fig.update_yaxes(title="milliseconds (log)", type="log", dtick=1, secondary_y=False)
     top = max([cell.ratio for cell in bench.cells], default=1.0)
-    fig.update_yaxes(title="times faster", range=[0, 1.25 * max(top, 1.0)], showgrid=False, secondary_y=True)
+    right = {"range": [0, 1.25 * max(top, 1.0)], "tickmode": "auto", "showgrid": False}
+    fig.update_yaxes(title="times faster", secondary_y=True, **right)
     return fig
 
 
 def comparison(result: Comparison) -> go.Figure:
-    """KL per token of the true prefill's text; crosses mark tokens where a column would have said another one."""
+    """KL per token of the true prefill's text; marks stand where a column would have said another one."""
     tokens = [safe(piece, 16) or "·" for piece in result.pieces["prefill"]]
     fig = go.Figure()
     for column, name in (("mapped", "mapped"), ("source", "source alone")):
@@ -194,13 +189,13 @@ def comparison(result: Comparison) -> go.Figure:
             marker={
                 "symbol": "x" if column == "mapped" else "circle-open",
                 "size": 9,
-                "color": colour,
+                "color": VERMILION if column == "mapped" else colour,
                 "line_width": 2,
             },
             hovertext=[hover[i] for i in wrong],
             hoverinfo="text",
         )
-    _layout(fig, "Distance from the true prefill, token by token", height=380)
+    _layout(fig, "", height=380)
     fig.update_yaxes(title="KL, nats", rangemode="tozero")
     shown = range(0, len(tokens), max(1, len(tokens) // 64))
     fig.update_xaxes(
@@ -256,7 +251,7 @@ def quality(result: Evaluation, setting: int = 0) -> go.Figure:
             col=column,
         )
     line = {"color": VERMILION, "dash": "dot", "width": 1}
-    fig.add_vline(x=arms["native"].ce.value, line=line, row=1, col=1)  # type: ignore[arg-type]
+    fig.add_vline(x=arms["native"].ce.value, line=line, row=1, col=1)
     _layout(fig, "Is the following text still as likely?", height=120 + 40 * len(names))
     fig.update_yaxes(autorange="reversed", showgrid=False)
     fig.update_annotations(font={"color": TEXT, "size": 13})
@@ -315,8 +310,8 @@ def describe(result: Any, metric: str | None = None) -> str:
         return _describe_heads(result, metric or next(iter(result.metrics)))
     if isinstance(result, LatencyBench):
         cells = [
-            f"{cell.tokens:,} tokens handoff {cell.handoff_ms:,.0f} ms, true prefill {cell.prefill_ms:,.0f} ms "
-            f"({cell.ratio:.1f} times)"
+            f"{cell.tokens:,} tokens handoff {cell.handoff_ms:,.0f} ms, "
+            f"true prefill {cell.prefill_ms:,.0f} ms ({cell.ratio:.1f} times)"
             for cell in result.cells
         ]
         return f"Median times by context length: {'; '.join(cells) or 'nothing measured yet'}."
@@ -324,8 +319,9 @@ def describe(result: Any, metric: str | None = None) -> str:
         at = result.first_divergence()
         where = "does not differ from it" if at is None else f"first differs at token {at + 1}"
         return (
-            f"Over {len(result.kl['mapped'])} tokens of the true prefill's text the mapped cache has a mean KL of "
-            f"{result.mean_kl():.3f} and the source alone {result.mean_kl('source'):.3f}; the mapped text {where}."
+            f"Over {len(result.kl['mapped'])} tokens of the true prefill's text the mapped cache has a "
+            f"mean KL of {result.mean_kl():.3f} and the source alone {result.mean_kl('source'):.3f}; "
+            f"the mapped text {where}."
         )
     if isinstance(result, Evaluation):
         arms = "; ".join(
@@ -347,15 +343,17 @@ def _describe_heads(maps: HeadMaps, metric: str) -> str:
         return f"{kind.title}: no head has a value."
     dead = int(np.isnan(values).sum())
     return (
-        f"{kind.title} over {maps.layers} layers and {values.shape[1]} {word}s, mean {nan_mean(values):.3f}, worst "
-        f"{values[worst]:.3f} in layer {worst[0]}, {word} {worst[1]}{f', {dead} without a value' if dead else ''}."
+        f"{kind.title} over {maps.layers} layers and {values.shape[1]} {word}s, mean {nan_mean(values):.3f}, "
+        f"worst {values[worst]:.3f} in layer {worst[0]}, {word} {worst[1]}"
+        f"{f', {dead} without a value' if dead else ''}."
     )
 
 
 def _describe_account(data: Mapping[str, Any]) -> str:
     told = (
         f"{data['tokens']:,} tokens from {data['source']} to {data['target']}: {data['reused']:,} reused, "
-        f"{data['mapped']:,} mapped, {data['native']:,} run natively, in {data['ms'].get('total', 0.0):,.0f} ms"
+        f"{data['mapped']:,} mapped, {data['native']:,} run natively, "
+        f"in {data['ms'].get('total', 0.0):,.0f} ms"
     )
     if data["how"] == "fallback":
         return f"Fallback to a true prefill ({data['reason'].rstrip('.')}): {told}."
@@ -384,7 +382,8 @@ def _layout(fig: go.Figure, title: str, height: int) -> None:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": TEXT, "size": 12},
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0},
+        # Above the plot, where a legend that wraps makes its own room; so no title stands with one.
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "traceorder": "normal"},
         hoverlabel={"namelength": -1},
     )
     axis = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}

@@ -1,4 +1,4 @@
-"""Conversations that change models: exact ids, exact answers, honest counts, and nothing lost when something fails."""
+"""Conversations that change models: exact ids and answers, honest counts, nothing lost when it fails."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from tests.chat.test_decode import generated
 from tests.chat.test_template import thinking_tokenizer
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.kv.test_mapper import random_mapper
-from workbench.chat import conversation as module
-from workbench.chat.conversation import FULL, Conversation, Message
+from workbench.chat import answer, conversation, decode, handoff
+from workbench.chat.answer import FULL
+from workbench.chat.conversation import Conversation, Message
 from workbench.chat.decode import Sampling
 from workbench.chat.template import render
 from workbench.errors import Cancelled, InputError, WorkbenchError
@@ -49,7 +50,7 @@ def twins(same: LoadedModel) -> PairHost:
 
 @pytest.fixture
 def pair(same: LoadedModel, other: LoadedModel) -> PairHost:
-    """Two different models and mappers of random numbers: values are nonsense, bookkeeping must hold all the same."""
+    """Two different models and random mappers: values are nonsense, bookkeeping must hold all the same."""
     return PairHost.from_models(same, other, mappers_between(same, other))
 
 
@@ -104,7 +105,13 @@ def test_answers_equal_generate_over_several_turns(twins: PairHost, same: Loaded
         assert all(message is growing[0] for message in growing)
         check_answers(chat, same)
     last = chat.messages[-1]
-    assert (last.how, last.side, last.model, last.stopped, last.account) == ("native", "small", "same", False, None)
+    assert (last.how, last.side, last.model, last.stopped, last.account) == (
+        "native",
+        "small",
+        "same",
+        False,
+        None,
+    )
     assert last.reused > 0 and last.rerun == 0
     assert last.reused + last.native == len(prompt_of(chat, 5))
     assert chat.context_left() == same.spec.max_positions - len(chat.token_ids)
@@ -113,7 +120,7 @@ def test_answers_equal_generate_over_several_turns(twins: PairHost, same: Loaded
 def test_a_long_prompt_runs_in_chunks_and_gives_the_same(
     twins: PairHost, same: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(answer, "PREFILL_CHUNK", 7)
     chat = Conversation(twins, SHORT)
     say(chat, "A rather long message that needs many chunks of seven tokens.")
     check_answers(chat, same)
@@ -141,11 +148,13 @@ def test_a_stop_id_ends_the_answer_and_is_not_part_of_it(twins: PairHost, same: 
 
 
 @pytest.mark.parametrize("text", ["", "   ", "\n\t", "\u2003"])
-def test_an_empty_message_is_refused_before_computing(pair: PairHost, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_message_is_refused_before_computing(
+    pair: PairHost, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chat = Conversation(pair, SHORT)
     say(chat, "hi")
     before = chat.to_json()
-    monkeypatch.setattr(module, "forward", None)
+    monkeypatch.setattr(answer, "forward", None)
     with pytest.raises(InputError, match="empty"):
         say(chat, text)
     assert chat.to_json() == before
@@ -161,8 +170,8 @@ def test_the_smaller_limit_of_both_models_rules_to_the_token(same: LoadedModel) 
     with pytest.raises(InputError, match="64 fit at most"):
         say(empty, text)
     assert empty.messages == [] and empty.covered("small") == 0
-    answer = say(empty, text[:-1])
-    assert len(answer.token_ids) == 1 and answer.notice == FULL
+    reply = say(empty, text[:-1])
+    assert len(reply.token_ids) == 1 and reply.notice == FULL
     assert len(empty.token_ids) == 64 and empty.context_left() == 0
     with pytest.raises(InputError):
         say(empty, "a")
@@ -172,9 +181,11 @@ def test_the_smaller_limit_of_both_models_rules_to_the_token(same: LoadedModel) 
     assert say(empty, text[:-3]).notice == FULL
 
 
-def test_a_huge_message_is_refused_without_tokenising(pair: PairHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_message_is_refused_without_tokenising(
+    pair: PairHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chat = Conversation(pair, SHORT)
-    monkeypatch.setattr(module, "render", None)
+    monkeypatch.setattr(conversation, "render", None)
     with pytest.raises(InputError, match="1,000,000 characters"):
         say(chat, "x" * 1_000_000)
     assert chat.messages == []
@@ -191,7 +202,14 @@ def test_typed_control_tokens_make_no_turns(twins: PairHost, same: LoadedModel) 
 
 def test_odd_texts_make_the_round_trip(twins: PairHost) -> None:
     chat = Conversation(twins, Sampling(max_new_tokens=2))
-    for text in ("👩‍👩‍👧", "\u202eabc", "a\u200bb", "\x00\x1b[31m", "\ud800 lone", "<script>alert(1)</script>"):
+    for text in (
+        "👩‍👩‍👧",
+        "\u202eabc",
+        "a\u200bb",
+        "\x00\x1b[31m",
+        "\ud800 lone",
+        "<script>alert(1)</script>",
+    ):
         say(chat, text)
         expected = text.replace("\ud800", "\ufffd")
         assert chat.messages[-2].text == expected
@@ -208,11 +226,17 @@ def test_switching_an_exact_pair_changes_nothing(twins: PairHost, same: LoadedMo
         if turn:
             account = chat.switch()
             assert account.how == "mapped"
-        answer = say(chat, text)
-        assert answer.account is (chat.accounts[-1] if turn else None)
+        reply = say(chat, text)
+        assert reply.account is (chat.accounts[-1] if turn else None)
         assert chat.token_ids == plain.token_ids
     check_answers(chat, same)
-    assert [m.side for m in chat.messages if m.role == "assistant"] == ["small", "large", "small", "large", "small"]
+    assert [m.side for m in chat.messages if m.role == "assistant"] == [
+        "small",
+        "large",
+        "small",
+        "large",
+        "small",
+    ]
     assert [m.how for m in chat.messages if m.role == "assistant"] == ["native"] + ["mapped"] * 4
     for account in chat.accounts[1:]:
         assert account.reused > 0  # only what is new since its own last turn is brought over
@@ -264,9 +288,9 @@ def test_true_prefill_rests_on_nothing_mapped(pair: PairHost, other: LoadedModel
     chat.switch("small")
     account = chat.switch("large", how="prefill")
     assert (account.how, account.mapped, account.reused) == ("prefill", 0, 2)  # the anchors were native
-    answer = say(chat, "eight")
-    assert answer.how == "prefill"
-    assert answer.token_ids == generated(other, prompt_of(chat, 5), 6)
+    reply = say(chat, "eight")
+    assert reply.how == "prefill"
+    assert reply.token_ids == generated(other, prompt_of(chat, 5), 6)
     check(chat)
 
 
@@ -274,10 +298,14 @@ def test_target_stop_ids_count_after_a_switch(same: LoadedModel) -> None:
     free = Conversation(PairHost.from_models(same, same), Sampling(max_new_tokens=10))
     say(free, "hi")
     tokens = say(free, "more").token_ids
-    stop = next(t for i, t in enumerate(tokens) if i and t not in tokens[:i] and t not in free.messages[1].token_ids)
+    stop = next(
+        t for i, t in enumerate(tokens) if i and t not in tokens[:i] and t not in free.messages[1].token_ids
+    )
     target = replace(same, stop_ids=frozenset({stop}))
     identity = KVMapper.identity(same.spec)
-    chat = Conversation(PairHost.from_models(same, target, {"up": (identity, None)}), Sampling(max_new_tokens=10))
+    chat = Conversation(
+        PairHost.from_models(same, target, {"up": (identity, None)}), Sampling(max_new_tokens=10)
+    )
     say(chat, "hi")
     chat.switch()
     assert say(chat, "more").token_ids == tokens[: tokens.index(stop)]
@@ -288,9 +316,9 @@ def test_fallback_is_visible_with_its_reason(same: LoadedModel, other: LoadedMod
     say(chat, "hello")
     account = chat.switch()
     assert account.how == "fallback" and "no mapper" in account.reason and account.mapped == 0
-    answer = say(chat, "go on")
-    assert answer.how == "fallback" and answer.account is account
-    assert answer.token_ids == generated(other, prompt_of(chat, 3), 6)
+    reply = say(chat, "go on")
+    assert reply.how == "fallback" and reply.account is account
+    assert reply.token_ids == generated(other, prompt_of(chat, 3), 6)
     check(chat)
 
 
@@ -304,7 +332,9 @@ def test_a_mapper_that_fails_is_a_visible_fallback(
         broken = replace(up, value_bias=tuple(torch.full_like(b, torch.nan) for b in up.value_bias))
         mappers["up"] = (broken, None)
     else:
-        monkeypatch.setattr(KVMapper, "_map_layer", lambda *a: (_ for _ in ()).throw(RuntimeError("shapes differ")))
+        monkeypatch.setattr(
+            KVMapper, "_map_layer", lambda *a: (_ for _ in ()).throw(RuntimeError("shapes differ"))
+        )
     chat = Conversation(PairHost.from_models(same, other, mappers), SHORT)
     say(chat, "hello there, a message")
     account = chat.switch()
@@ -349,7 +379,9 @@ def stop_after(calls: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("calls", range(0, 8))
-def test_stop_then_send_equals_a_run_with_the_same_ids(twins: PairHost, same: LoadedModel, calls: int) -> None:
+def test_stop_then_send_equals_a_run_with_the_same_ids(
+    twins: PairHost, same: LoadedModel, calls: int
+) -> None:
     chat = Conversation(twins, Sampling(max_new_tokens=8))
     say(chat, "first")
     stopped = say(chat, "second", should_stop=stop_after(calls))
@@ -358,13 +390,13 @@ def test_stop_then_send_equals_a_run_with_the_same_ids(twins: PairHost, same: Lo
     chat.sampling = SHORT
     if calls % 2:
         chat.switch()
-    answer = say(chat, "third")
-    assert answer.token_ids == generated(same, prompt_of(chat, 5), 6)
+    reply = say(chat, "third")
+    assert reply.token_ids == generated(same, prompt_of(chat, 5), 6)
     check(chat)
 
 
 def test_stop_between_chunks_keeps_the_chunks(twins: PairHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 5)
+    monkeypatch.setattr(answer, "PREFILL_CHUNK", 5)
     chat = Conversation(twins, SHORT)
     stopped = say(chat, "a message of quite a few tokens, all of them", should_stop=stop_after(3))
     assert stopped.stopped and stopped.token_ids == [] and chat.covered("small") == 15
@@ -462,8 +494,8 @@ def test_undo_to_the_first_message_and_past_it(pair: PairHost, other: LoadedMode
     assert chat.undo() == "two"
     assert chat.token_ids == one and chat.covered("large") == len(one)
     assert chat.covered("small") <= len(one)
-    answer = say(chat, "two")
-    assert answer.account is chat.accounts[-1] and answer.how == "mapped"
+    reply = say(chat, "two")
+    assert reply.account is chat.accounts[-1] and reply.how == "mapped"
     chat.undo()
     chat.undo()
     assert (chat.messages, chat.token_ids, chat.covered("large"), chat.covered("small")) == ([], [], 0, 0)
@@ -471,9 +503,9 @@ def test_undo_to_the_first_message_and_past_it(pair: PairHost, other: LoadedMode
         chat.undo()
     with pytest.raises(InputError, match="no message"):
         list(chat.retry())
-    answer = say(chat, "one")
-    assert (answer.how, answer.side, answer.account) == ("native", "large", None)
-    assert answer.token_ids == generated(other, prompt_of(chat, 1), 6)
+    reply = say(chat, "one")
+    assert (reply.how, reply.side, reply.account) == ("native", "large", None)
+    assert reply.token_ids == generated(other, prompt_of(chat, 1), 6)
 
 
 def test_retry_answers_with_the_model_whose_turn_it_is(pair: PairHost) -> None:
@@ -524,10 +556,15 @@ def test_a_template_that_drops_old_thinking_is_followed_and_counted() -> None:
     tokenizer = thinking_tokenizer()
     model = wrap(tiny_model("llama"), tokenizer, "thinker")
     identity = KVMapper.identity(model.spec)
-    chat = Conversation(PairHost.from_models(model, model, {"up": (identity, None), "down": (identity, None)}), SHORT)
+    chat = Conversation(
+        PairHost.from_models(model, model, {"up": (identity, None), "down": (identity, None)}), SHORT
+    )
     say(chat, "one")
     thought = "<think>hm</think>\n\nYes."
-    chat.messages[1].text, chat.messages[1].token_ids = thought, tokenizer.encode(thought, add_special_tokens=False)
+    chat.messages[1].text, chat.messages[1].token_ids = (
+        thought,
+        tokenizer.encode(thought, add_special_tokens=False),
+    )
     second = say(chat, "two")
     assert second.rerun > 0 and second.reused < second.reused + second.native == len(prompt_of(chat, 3))
     check(chat)
@@ -546,14 +583,12 @@ def test_a_template_that_drops_old_thinking_is_followed_and_counted() -> None:
 def test_a_failure_in_the_middle_leaves_the_conversation_as_before(
     pair: PairHost, same: LoadedModel, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workbench.chat import decode
-
     chat = Conversation(pair, SHORT)
     say(chat, "one")
     chat.switch()
     chat.switch()
     before = chat.to_json()
-    real, counter = module.forward, itertools.count(1)
+    real, counter = answer.forward, itertools.count(1)
 
     def failing(*args: Any, **options: Any) -> Any:
         result = real(*args, **options)
@@ -562,15 +597,15 @@ def test_a_failure_in_the_middle_leaves_the_conversation_as_before(
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "forward", failing)
+        patch.setattr(answer, "forward", failing)
         patch.setattr(decode, "forward", failing)
         with pytest.raises(RuntimeError):
             say(chat, "two")
     assert chat.to_json() == before
     check(chat)
-    answer = say(chat, "two")
-    assert answer.account is chat.accounts[-1]
-    assert answer.token_ids == generated(same, prompt_of(chat, 3), 6)
+    reply = say(chat, "two")
+    assert reply.account is chat.accounts[-1]
+    assert reply.token_ids == generated(same, prompt_of(chat, 3), 6)
 
 
 def test_running_out_of_memory_is_one_sentence(pair: PairHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,11 +617,11 @@ def test_running_out_of_memory_is_one_sentence(pair: PairHost, monkeypatch: pyte
         raise torch.OutOfMemoryError("tried to allocate")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "forward", full)
+        patch.setattr(answer, "forward", full)
         with pytest.raises(WorkbenchError, match="bytes a token"):
             say(chat, "two")
     with monkeypatch.context() as patch:
-        patch.setattr(module.handoff, "forward", full)
+        patch.setattr(handoff, "forward", full)
         with pytest.raises(WorkbenchError, match="bytes a token"):
             chat.switch()
     assert chat.to_json() == before

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.conftest import random_ids, tiny_model, tiny_tokenizer
 
+from tests.conftest import random_ids, tiny_model, tiny_tokenizer
 from workbench.chat.decode import HALF, Sampling, TextStream, choose, decode, plain_text
 from workbench.errors import InputError
 from workbench.kv.cache import length, new_cache

@@ -46,7 +46,9 @@ def test_out_times_o_proj_is_the_output_of_the_layer(any_model: torch.nn.Module)
             any_model.config.hidden_size,
             captured[layer].shape[2] * captured[layer].shape[3],
         )
-        torch.testing.assert_close(captured[layer].flatten(2) @ weight.T, result, rtol=1e-4, atol=1e-5)
+        bias = getattr(getattr(any_model.model.layers[layer].self_attn, "dense", None), "bias", None)
+        product = captured[layer].flatten(2) @ weight.T + (0.0 if bias is None else bias)
+        torch.testing.assert_close(product, result, rtol=1e-4, atol=1e-5)
 
 
 def test_out_is_softmax_of_queries_and_keys() -> None:

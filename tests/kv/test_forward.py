@@ -6,7 +6,9 @@ import torch
 from tests.conftest import random_ids, tiny_model
 from workbench.errors import Cancelled
 from workbench.kv.cache import layer_tensors, length, new_cache, truncate
+from workbench.kv.capture import capture_attention, capture_keys_pre, o_proj_weight
 from workbench.kv.forward import forward
+from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec
 
 
@@ -20,8 +22,9 @@ def test_chunked_over_a_cache_equals_native(any_model: torch.nn.Module, chunk: i
     ids = random_ids(100)
     cache = new_cache(any_model.config.num_hidden_layers)
     forward(any_model, ids[:23], cache, keep=0)
-    logits = forward(any_model, ids[23:], cache, keep=77 if chunk == 64 else 5, chunk=chunk)
-    assert logits is not None
+    keep = 77 if chunk == 64 else 5
+    logits = forward(any_model, ids[23:], cache, keep=keep, chunk=chunk)
+    assert logits is not None and logits.shape == (keep, 320)
     torch.testing.assert_close(logits, native(any_model, ids)[-logits.shape[0] :], rtol=1e-4, atol=1e-4)
     assert length(cache) == 100
 
@@ -71,6 +74,25 @@ def test_an_error_inside_leaves_a_cache_that_can_be_cut() -> None:
     assert [layer.get_seq_length() for layer in cache.layers] == [20, 20, 10]
     truncate(cache, length(cache))
     torch.testing.assert_close(forward(model, ids[10:], cache), native(model, ids)[-1:], rtol=1e-4, atol=1e-4)
+
+
+def test_weights_offloaded_by_accelerate() -> None:
+    """Parameters are on the meta device between calls; ids, tables and projections still find their place."""
+    accelerate = pytest.importorskip("accelerate")
+    plain, offloaded, ids = tiny_model("qwen3"), tiny_model("qwen3"), random_ids(40)
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    assert offloaded.model.embed_tokens.weight.device.type == "meta"
+    ours, theirs, seen = new_cache(3), new_cache(3), []
+    with (
+        capture_attention(offloaded, lambda layer, *_: seen.append(layer)),
+        capture_keys_pre(offloaded) as keys,
+    ):
+        logits = forward(offloaded, ids, ours, chunk=16)
+    assert torch.equal(logits, forward(plain, ids, theirs, chunk=16))
+    assert torch.equal(o_proj_weight(offloaded, 1), o_proj_weight(plain, 1))
+    stripped = Rotary(offloaded).strip(layer_tensors(ours, 2)[0])
+    torch.testing.assert_close(stripped, keys[2], rtol=1e-4, atol=1e-5)
+    assert seen == [0, 1, 2] * 3
 
 
 def test_a_window_that_is_never_reached_changes_nothing() -> None:

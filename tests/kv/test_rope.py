@@ -1,4 +1,4 @@
-"""Stripped keys equal the keys captured before rotation, for every rotary type; a round trip would prove nothing."""
+"""Stripped keys equal the keys captured before rotation, for every rotary type."""
 
 import pytest
 import torch

@@ -56,7 +56,7 @@ def test_rope_is_compared_by_value() -> None:
     ("model_type", "settings", "reason"),
     [
         ("mistral", {"sliding_window": 4096}, "sliding window of 4,096"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "window"),
         ("gemma2", {}, "sliding window"),
         ("gemma3_text", {}, "sliding window"),
         ("gpt_oss", {}, "sliding window"),

@@ -42,7 +42,7 @@ def random_mapper(source: Any, target: Any, seed: int = 0, anchors: int = 2, hol
 
 
 def make_host(identity: bool = False) -> PairHost:
-    """Two tiny models that share a tokenizer; with `identity` both sides are one model and the map is exact."""
+    """Two tiny models that share a tokenizer; with `identity` one model on both sides and an exact map."""
     tokenizer = tiny_tokenizer()
     large = wrap(tiny_model("llama", seed=1), tokenizer, "large")
     if identity:

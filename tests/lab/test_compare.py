@@ -1,4 +1,4 @@
-"""The side-by-side decode: exact for an exact mapper, the same in any order, and its KL is what a plain pass gives."""
+"""The side-by-side decode: exact for an exact mapper, the same in any order, its KL that of a plain pass."""
 
 from __future__ import annotations
 

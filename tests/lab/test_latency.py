@@ -1,4 +1,4 @@
-"""The bench runs its jobs on the right shapes and derives its figures; nothing here depends on how long it took."""
+"""The bench runs its jobs and derives its figures; nothing here depends on how long anything took."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from workbench.errors import InputError
 from workbench.models import distil, family, packing
 from workbench.models.distil import Block, Distiller, DistilOptions
+from workbench.models.refit import refit_down_projections
 from workbench.models.selfchat import Decoder
 
 
@@ -128,6 +129,21 @@ def test_packing_measures_and_ships(material: family.Material, tmp_path: Path) -
     assert set(result["ce"]) == {"large", "small"} and set(result["ce"]["small"]) == {"text", "chat"}
     assert (tmp_path / "out" / "sibling.safetensors").stat().st_size == result["bytes"]
     assert result["table"][0]["form"] == "bfloat16" and result["table"][-1]["form"] == "low rank"
+
+
+def test_refit_brings_the_student_closer(material: family.Material) -> None:
+    ids, counts = distil.stack(some_blocks(60, 4))
+    real = F.pad(counts, (0, 1), value=False)
+    student = family.new_student(material, [0, 2, 4])
+
+    def loss() -> float:
+        models = (material.model, student)
+        states = [distil.hidden_states(m, ids)[:, :-1][counts].detach() for m in models]
+        return distil.kl_and_gradient(*states, material.model.lm_head.weight.detach())[0]
+
+    before = loss()
+    ratios = refit_down_projections(material.model, student, [0, 2, 4], ids, real)
+    assert len(ratios) == 3 and max(ratios) < 1.0 and loss() < 0.8 * before
 
 
 def test_one_token_decoder_agrees_with_transformers() -> None:

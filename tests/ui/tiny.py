@@ -1,11 +1,32 @@
-"""A pair of tiny random models with fitted mappers in both directions, and the page around it, for the page's tests."""
+"""A pair of tiny random models with fitted mappers in both directions, for the page's tests."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-WORDS = "the a on is hello world lamp sea rock keeper light child letter flour boat wind stone bird rain road".split()
+WORDS = [
+    "the",
+    "a",
+    "on",
+    "is",
+    "hello",
+    "world",
+    "lamp",
+    "sea",
+    "rock",
+    "keeper",
+    "light",
+    "child",
+    "letter",
+    "flour",
+    "boat",
+    "wind",
+    "stone",
+    "bird",
+    "rain",
+    "road",
+]
 
 
 def text(words: int, seed: int = 0) -> str:
@@ -22,8 +43,16 @@ def tiny_host(max_positions: int = 4096) -> Any:
     from workbench.models.pair import PairHost
 
     tokenizer = tiny_tokenizer()
-    small = wrap(tiny_model("llama", 1, num_hidden_layers=3, max_position_embeddings=max_positions), tokenizer, "tiny-small")
-    large = wrap(tiny_model("llama", 2, num_hidden_layers=5, max_position_embeddings=max_positions), tokenizer, "tiny-large")
+    small = wrap(
+        tiny_model("llama", 1, num_hidden_layers=3, max_position_embeddings=max_positions),
+        tokenizer,
+        "tiny-small",
+    )
+    large = wrap(
+        tiny_model("llama", 2, num_hidden_layers=5, max_position_embeddings=max_positions),
+        tokenizer,
+        "tiny-large",
+    )
     options = FitOptions(sequences=12, length=96, top_k=2, anchors=2, hold_back=4)
     texts = [text(120, seed) for seed in range(16)]
     mappers = {}

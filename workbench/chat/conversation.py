@@ -3,87 +3,39 @@
     send ─▶ render ids ─▶ longest common prefix with what this side holds ─▶ run the rest ─▶ decode ─▶ message
     switch ─▶ the other side's cache gets the same ids: reused, mapped, run natively (`handoff.py`) ─▶ account
 
-The context is always exactly `token_ids`. Each side keeps its cache with the ids that it covers (`held.py`), so after a
-switch back only what is new is mapped, and after undo, edit or a template that rewrites old answers the rest is run
-again, and counted. One chat template serves the whole conversation, that of the model which spoke first; stop ids are
-always those of the model that speaks.
+The context is always exactly `token_ids`. Each side keeps its cache with the ids that it covers (`held.py`),
+so after a switch back only what is new is mapped, and after undo, edit or a template that rewrites old
+answers the rest is run again, and counted. One chat template serves the whole conversation, that of the model
+which spoke first; stop ids are always those of the model that speaks.
 
-A call that fails leaves messages, ids, side and accounts as they were. A stop is no failure: what was said stays.
-The models are shared by all visitors, so every prefill chunk and every token is run holding `host.lane`, which is free
-while a message waits for its reader.
+A call that fails leaves messages, ids, side and accounts as they were. A stop is no failure: what was said
+stays. The models are shared by all visitors, so every prefill chunk and every token is run holding
+`host.lane`, which is free while a message waits for its reader.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from time import perf_counter
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from workbench.chat import handoff
-from workbench.chat.decode import HALF, Sampling, TextStream, decode
-from workbench.chat.handoff import PREFILL_CHUNK, Account
+from workbench.chat.answer import Job, Message, ShouldStop, stream
+from workbench.chat.decode import Sampling
+from workbench.chat.handoff import Account
 from workbench.chat.held import Held
 from workbench.chat.template import clean, render
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.kv.cache import length
-from workbench.kv.forward import forward
 from workbench.models.catalog import SIDES, direction_to, other_side
 from workbench.models.loading import LoadedModel
 from workbench.models.pair import PairHost
 
-ShouldStop = Callable[[], bool] | None
 CHARS_PER_TOKEN = 32  # a message with more characters a token than this is refused without tokenising it
-FULL = "The answer ends here because the context is full."
-
-
-@dataclass
-class Message:
-    """One turn.
-
-    Attributes:
-        role: "user" or "assistant".
-        text: what is shown; whole characters only.
-        token_ids: of an answer, exactly as generated, without the stop id.
-        side: "small" or "large", of an answer.
-        model: name of the weights that wrote it.
-        how: where its context came from: "native", "mapped", "prefill" or "fallback".
-        account: of the switch just before it.
-        stopped: the person stopped it.
-        notice: why it ended early otherwise.
-        reused: tokens of the context that its model held already.
-        native: tokens of the context that were run for it.
-        rerun: of those, how many had been held but did not fit any more (undo, edit, a template that rewrites).
-        ms: milliseconds from asking to the last token.
-        tokens_per_second: while decoding.
-    """
-
-    role: str
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    side: str | None = None
-    model: str | None = None
-    how: str | None = None
-    account: Account | None = None
-    stopped: bool = False
-    notice: str = ""
-    reused: int = 0
-    native: int = 0
-    rerun: int = 0
-    ms: float = 0.0
-    tokens_per_second: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return data | {
-            "token_ids": list(self.token_ids),
-            "account": self.account.to_json() if self.account else None,
-        }
 
 
 class Conversation:
@@ -161,11 +113,12 @@ class Conversation:
 
         Args:
             text: what the person says.
-            should_stop: asked at every token and every chunk; the answer so far then stays, marked as stopped. Closing
-                the iterator stops as well.
+            should_stop: asked at every token and every chunk; the answer so far then stays, marked as
+                stopped. Closing the iterator stops as well.
 
         Yields:
-            Always the same message: once before anything is computed, then after every token, at last complete.
+            Always the same message: once before anything is computed, then after every token, at last
+                complete.
 
         Raises:
             InputError: empty, or too long for either model; nothing was computed.
@@ -190,7 +143,9 @@ class Conversation:
             last = self._last_question()
             text = self.messages[last].text
             ids = self._render(self.messages[:last])
-            self._new_account = self._orphaned(last)
+            self._new_account = (
+                self._orphaned(last) if ids else None
+            )  # no context, nothing that was handed over
             del self.messages[last:]
             self._ids = ids
             for held in self._held.values():
@@ -204,7 +159,7 @@ class Conversation:
             self._held, self._template_side, self._new_account = {}, None, None
 
     def drop_caches(self) -> None:
-        """Free the caches of both sides; what is needed of them is computed again, as a visible true prefill."""
+        """Free the caches of both sides; what is needed of them is run again, visibly."""
         with self._claimed():
             self._held = {}
 
@@ -227,7 +182,9 @@ class Conversation:
         """
         to = other_side(self.side) if to is None else to
         if to not in SIDES or how not in ("mapped", "prefill"):
-            raise InputError(f"Cannot switch to {to!r} by {how!r}.", "Switch to small or large, by mapped or prefill.")
+            raise InputError(
+                f"Cannot switch to {to!r} by {how!r}.", "Switch to small or large, by mapped or prefill."
+            )
         with self._claimed():
             if to == self.side:
                 raise InputError(f"{self.host.name(to)} is speaking already.")
@@ -240,7 +197,7 @@ class Conversation:
             return account
 
     def measure_prefill(self) -> Account:
-        """The last switch's account with the true prefill that it avoided, measured now on a scratch cache."""
+        """The last switch's account with the true prefill that it avoided, measured on a scratch cache."""
         with self._claimed():
             if not self.accounts or not self.accounts[-1].tokens:
                 raise InputError("There was no switch with a context yet.", "Chat, then switch models.")
@@ -260,7 +217,17 @@ class Conversation:
         """Bring the target's cache to the conversation's ids."""
         ids, names = self._ids, (self.host.name(self.side), target.name)
         if not ids:
-            return Account(*names, how=how, tokens=0, reused=0, mapped=0, native=0, anchors=0, hold_back=0, ms={"total": 0.0})
+            return Account(
+                *names,
+                how=how,
+                tokens=0,
+                reused=0,
+                mapped=0,
+                native=0,
+                anchors=0,
+                hold_back=0,
+                ms={"total": 0.0},
+            )
         held, reason = self._holding(to, target), ""
         if how == "mapped":
             try:
@@ -269,7 +236,9 @@ class Conversation:
                 raise
             except WorkbenchError as error:
                 reason = str(error)
-            except Exception as error:  # whatever a mapper does wrong, the conversation goes on, visibly without it
+            except (
+                Exception
+            ) as error:  # whatever a mapper does wrong, the conversation goes on, visibly without it
                 reason = f"Mapping failed ({type(error).__name__}: {str(error)[:200]})."
         with self.host.holding_lane(should_stop):
             held.fit(ids)
@@ -297,7 +266,15 @@ class Conversation:
             held.cut(len(ids) - 1)
             try:
                 logits, account = handoff.hand_over(
-                    ids, theirs.cache, target, held.cache, mapper, source, self.anchors, self.hold_back, should_stop
+                    ids,
+                    theirs.cache,
+                    target,
+                    held.cache,
+                    mapper,
+                    source,
+                    self.anchors,
+                    self.hold_back,
+                    should_stop,
                 )
                 if not torch.isfinite(logits).all():
                     raise WorkbenchError("Mapping gave values that are not finite.")
@@ -322,7 +299,8 @@ class Conversation:
             limit = self.host.max_positions()
             if len(text) > CHARS_PER_TOKEN * limit:
                 raise InputError(
-                    f"The message has {len(text):,} characters, far more than the {limit:,} tokens that fit.", "Shorten it."
+                    f"The message has {len(text):,} characters, far more than the {limit:,} tokens that fit.",
+                    "Shorten it.",
                 )
             before = (self.messages, self._ids, self._template_side, self._new_account, self._attempt)
             question, answer = Message("user", text), Message("assistant", side=self.side, model=model.name)
@@ -333,109 +311,25 @@ class Conversation:
                 room = limit - len(prompt) - max(0, len(self._render([*turns, answer])) - len(prompt))
                 if room < 1:
                     raise InputError(
-                        f"With this message the conversation has {len(prompt):,} tokens, and {limit:,} fit at most.",
+                        f"The conversation would have {len(prompt):,} tokens, and {limit:,} fit at most.",
                         "Shorten it, undo something, or start again.",
                     )
                 answer.account = self._orphaned(keep)
                 self.messages, self._new_account, self._attempt = [*turns, answer], None, attempt
-                stopping = self._stream(answer, prompt, room, model, should_stop)
+                sampling = replace(self.sampling, seed=self.sampling.seed + attempt)
+                held = self._holding(self.side, model)
+                growing = stream(answer, Job(self.host, model, held, prompt, room, sampling, should_stop))
                 try:
                     with self._out_of_memory(model):
-                        yield from stopping
+                        yield from growing
                 finally:
-                    stopping.close()
-                    if self.messages and self.messages[-1] is answer:
-                        self._ids = self._render(self.messages)
+                    growing.close()
+                    self._ids = self._render(self.messages)
             except GeneratorExit:
                 raise
             except BaseException:
                 self.messages, self._ids, self._template_side, self._new_account, self._attempt = before
                 raise
-
-    def _stream(
-        self, answer: Message, prompt: list[int], room: int, model: LoadedModel, should_stop: ShouldStop
-    ) -> Iterator[Message]:
-        """Prefill what this side lacks, then decode into `answer`."""
-        started = decoding = perf_counter()
-        stream = TextStream(model.tokenizer)
-        complete = False
-        try:
-            yield answer
-            held = self._holding(self.side, model)
-            had = len(held.ids)
-            common = held.fit(prompt)
-            held.cut(len(prompt) - 1)  # the last token must run for its logits
-            answer.reused, answer.native, answer.rerun = len(held.ids), len(prompt) - len(held.ids), had - common
-            logits = self._prefill(held, model, prompt, should_stop)
-            answer.how = held.how
-            decoding = perf_counter()
-            wanted = min(self.sampling.max_new_tokens, room)
-            sampling = replace(self.sampling, max_new_tokens=wanted, seed=self.sampling.seed + self._attempt)
-            for token in self._tokens(held, model, prompt, answer, logits, sampling, should_stop):
-                answer.text += stream.push(token)
-                answer.ms = (perf_counter() - started) * 1e3
-                yield answer
-            complete = not answer.stopped
-            if wanted == room < self.sampling.max_new_tokens and len(answer.token_ids) == room:
-                answer.notice = FULL
-        except Cancelled:
-            answer.stopped = True
-        finally:
-            answer.stopped = not complete
-            answer.text += stream.flush().rstrip(HALF)
-            answer.how = answer.how or (self._held[self.side].how if self.side in self._held else "native")
-            now = perf_counter()
-            answer.ms = (now - started) * 1e3
-            if answer.token_ids and now > decoding:
-                answer.tokens_per_second = len(answer.token_ids) / (now - decoding)
-        yield answer
-
-    def _prefill(self, held: Held, model: LoadedModel, prompt: list[int], should_stop: ShouldStop) -> torch.Tensor:
-        """Run the rest of the prompt in chunks; a stop keeps the chunks that are done. Returns logits (1, vocab)."""
-        logits: torch.Tensor | None = None
-        while len(held.ids) < len(prompt):
-            start = len(held.ids)
-            stop = min(start + PREFILL_CHUNK, len(prompt))
-            with self.host.holding_lane(should_stop):
-                if should_stop is not None and should_stop():
-                    raise Cancelled("Stopped.")
-                try:
-                    keep = int(stop == len(prompt))
-                    logits = forward(model.model, prompt[start:stop], held.cache, keep=keep)
-                except BaseException:
-                    held.cut(start)
-                    raise
-                held.covers(prompt[:stop])
-        assert logits is not None  # at least the last token was run
-        return logits
-
-    def _tokens(
-        self,
-        held: Held,
-        model: LoadedModel,
-        prompt: list[int],
-        answer: Message,
-        logits: torch.Tensor,
-        sampling: Sampling,
-        should_stop: ShouldStop,
-    ) -> Iterator[int]:
-        """Decode; keeps `answer.token_ids` and what the cache covers in step. Ends before the stop id."""
-        steps = decode(model, logits, held.cache, sampling, context=prompt)
-        while True:
-            done = len(held.ids)
-            with self.host.holding_lane(should_stop):
-                try:
-                    token = next(steps, None)
-                except BaseException:
-                    held.cut(done)
-                    raise
-                held.covers([*prompt, *answer.token_ids])
-            if token is None or token in model.stop_ids:
-                break
-            answer.token_ids.append(token)
-            yield token
-            if len(answer.token_ids) < sampling.max_new_tokens and should_stop is not None and should_stop():
-                raise Cancelled("Stopped.")
 
     # --- small parts ---
 
@@ -457,9 +351,7 @@ class Conversation:
         return len(self.messages) - 2
 
     def _orphaned(self, keep: int) -> Account | None:
-        """The latest switch that will have no answer after it once only the first `keep` messages are kept."""
-        if keep == 0:
-            return None  # no context is left that a switch could have handed over
+        """The latest switch that no answer follows once only the first `keep` messages are kept."""
         dropped = [m.account for m in self.messages[keep:] if m.account is not None]
         return self._new_account or (dropped[-1] if dropped else None)
 
@@ -481,6 +373,6 @@ class Conversation:
         except (torch.OutOfMemoryError, MemoryError) as error:
             per_token = 2 * model.spec.layers * model.spec.kv_width * model.dtype.itemsize
             raise WorkbenchError(
-                f"The memory is not enough: {model.name} needs {per_token:,} bytes a token for its cache alone.",
+                f"The memory is not enough: {model.name} needs {per_token:,} bytes a token for its cache.",
                 "Shorten the conversation or close other chats.",
             ) from error

@@ -1,8 +1,8 @@
 """Our own token loop: one token a step, so that a chat can stream, stop at once, and keep the exact ids.
 
-`decode` picks a token from the logits and yields it *before* running it through the model. So when it ends, the cache
-holds all ids but the last one that was yielded, and a stop costs nothing. Greedy decoding gives the tokens of
-`model.generate(do_sample=False)`.
+`decode` picks a token from the logits and yields it *before* running it through the model. So when it ends,
+the cache holds all ids but the last one that was yielded, and a stop costs nothing. Greedy decoding gives the
+tokens of `model.generate(do_sample=False)`.
 """
 
 from __future__ import annotations
@@ -88,11 +88,13 @@ def decode(
             return
         if sampling.repetition_penalty != 1.0:
             seen.append(token)
-        logits = forward(model.model, [token], cache)
+        last = forward(model.model, [token], cache)
+        assert last is not None  # one is kept
+        logits = last
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Sequence[int] = ()) -> int:
-    """One token id from logits (vocab,): penalty, temperature, top-k, top-p, draw; as transformers orders them."""
+    """One id from logits (vocab,): penalty, temperature, top-k, top-p, draw; as transformers orders them."""
     logits = logits.float().cpu()
     if seen:
         logits = logits.clone()
@@ -115,8 +117,8 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen:
 class TextStream:
     """Ids in, text out, but only whole characters: one emoji may be spread over several tokens.
 
-    A tail of bytes that is no whole character is held back until it is. What comes out, joined, is what the tokenizer
-    makes of all ids at once; special tokens give no text.
+    A tail of bytes that is no whole character is held back until it is. What comes out, joined, is what the
+    tokenizer makes of all ids at once; special tokens give no text.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,8 +1,8 @@
 """What one model of the pair holds of a conversation: a KV cache, and the ids that it covers.
 
-Ids decide what can be used again. A conversation may change under a cache (undo, edit, a template that rewrites old
-answers, turns of the other model); `fit` keeps the longest common prefix and cuts the rest, so a cache never stands for
-something else than its ids say.
+Ids decide what can be used again. A conversation may change under a cache (undo, edit, a template that
+rewrites old answers, turns of the other model); `fit` keeps the longest common prefix and cuts the rest, so a
+cache never stands for something else than its ids say.
 """
 
 from __future__ import annotations

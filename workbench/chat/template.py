@@ -1,13 +1,14 @@
 """Messages in, token ids out: the chat template around exact ids.
 
-What a model generated stays as the ids it generated; tokenising its text again could split it differently, and the cache
-would no longer fit. So answers go through the template between two marks, and where the marks come out with the text
-untouched, the ids take its place. A template that rewrites an answer (some drop old thinking blocks) gets what it
-wants: the rewritten text is tokenised, and the caller sees ids that differ from those in the cache.
+What a model generated stays as the ids it generated; tokenising its text again could split it differently,
+and the cache would no longer fit. So answers go through the template between two marks, and where the marks
+come out with the text untouched, the ids take its place. A template that rewrites an answer (some drop old
+thinking blocks) gets what it wants: the rewritten text is tokenised, and the caller sees ids that differ from
+those in the cache.
 
-What people type is text, whatever it looks like: a mark inside each control token (`<|im_end|>`) cuts it in two before
-tokenising, so that no piece contains it whole. This needs no switch on the shared tokenizer, unlike
-`split_special_tokens`, which is state that another visitor's thread would see.
+What people type is text, whatever it looks like: a mark inside each control token (`<|im_end|>`) cuts it in
+two before tokenising, so that no piece contains it whole. This needs no switch on the shared tokenizer,
+unlike `split_special_tokens`, which is state that another visitor's thread would see.
 
 The marks are Unicode noncharacters, which no text should contain; typed ones are replaced.
 """
@@ -42,7 +43,9 @@ def clean(text: str) -> str:
     return re.sub(f"[{CUT}{OPEN}{CLOSE}]", "\ufffd", text)
 
 
-def render(tokenizer: Any, turns: Sequence[Turn], *, system: str | None = None, generation_prompt: bool) -> list[int]:
+def render(
+    tokenizer: Any, turns: Sequence[Turn], *, system: str | None = None, generation_prompt: bool
+) -> list[int]:
     """The exact ids of a conversation.
 
     Args:
@@ -70,7 +73,9 @@ def render(tokenizer: Any, turns: Sequence[Turn], *, system: str | None = None, 
             content = f"{OPEN}{len(answers) - 1}{CUT}{content}{CLOSE}"
         messages.append({"role": turn.role, "content": content})
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation_prompt
+        )
     except (TemplateError, TypeError, ValueError) as error:
         what = " ".join(str(error).split())[:150].rstrip(".")
         hint = "Try without a system prompt." if system is not None else ""
@@ -92,7 +97,8 @@ def cut_tokens(tokenizer: Any, text: str, *, special_only: bool = False) -> str:
     Args:
         tokenizer: says what its control tokens are.
         text: what someone wrote.
-        special_only: leave added tokens that are not special alone; a model's own `<think>` is one for its template.
+        special_only: leave added tokens that are not special alone; a model's own `<think>` is one for its
+            template.
     """
     tokens = tokenizer.added_tokens_decoder.values()
     names = (t.content for t in tokens if (t.special or not special_only) and len(t.content.strip()) > 1)
@@ -115,7 +121,8 @@ def encode_pieces(tokenizer: Any, text: str, *, first: bool) -> list[int]:
     Args:
         tokenizer: the tokenizer.
         text: rendered text without whole answers.
-        first: whether it stands at the very beginning; a tokenizer that puts a space there must not do it elsewhere.
+        first: whether it stands at the very beginning; a tokenizer that puts a space there must not do it
+            elsewhere.
     """
     ids: list[int] = []
     for piece in LEFT_OVER.split(text):

@@ -1,4 +1,4 @@
-"""What all commands share: the pair, the direction, where to run, and how results and progress are written."""
+"""What all commands share: the pair, the direction, where to run, how results and progress are written."""
 
 from __future__ import annotations
 
@@ -26,14 +26,24 @@ def add_common_arguments(parser: argparse.ArgumentParser, takes_pair: bool) -> N
     """Options of every command; those that choose models only where a command takes a pair."""
     if takes_pair:
         group = parser.add_argument_group("models")
-        group.add_argument("--pair", metavar="NAME", help=f"a pair of the catalog (default: {EMBEDDED_PAIR.name})")
+        group.add_argument(
+            "--pair", metavar="NAME", help=f"a pair of the catalog (default: {EMBEDDED_PAIR.name})"
+        )
         group.add_argument("--source", metavar="X", help="folder, GGUF file or hub id, instead of a pair")
         group.add_argument("--target", metavar="Y", help="the model that --source hands over to")
-        group.add_argument("--direction", choices=DIRECTIONS, default="up", help="up: small (source) to large (target)")
-        group.add_argument("--mapper", type=Path, metavar="DIR", help="mapper of this direction, instead of the usual one")
-        group.add_argument("--device-map", default="auto", help="auto, cpu, cuda:0 or a JSON file (default: auto)")
+        group.add_argument(
+            "--direction", choices=DIRECTIONS, default="up", help="up: small (source) to large (target)"
+        )
+        group.add_argument(
+            "--mapper", type=Path, metavar="DIR", help="mapper of this direction, instead of the usual one"
+        )
+        group.add_argument(
+            "--device-map", default="auto", help="auto, cpu, cuda:0 or a JSON file (default: auto)"
+        )
         group.add_argument("--max-memory", metavar="LIMITS", help="for example cpu=4GiB,0=10GiB")
-        group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+        group.add_argument(
+            "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)"
+        )
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     group.add_argument("--debug", action="store_true", help="show tracebacks and warnings")
@@ -43,7 +53,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, takes_pair: bool) -> N
 def prepare_environment(args: argparse.Namespace) -> None:
     """Set what libraries read when they are imported; so this runs before they are.
 
-    The hub is switched off when nothing that is asked for could need it: a machine without network then never waits.
+    The hub is switched off when nothing that is asked for could need it: a machine without network then never
+        waits.
     """
     if args.threads is not None:
         if not 1 <= args.threads <= 1024:
@@ -54,8 +65,13 @@ def prepare_environment(args: argparse.Namespace) -> None:
     if not args.debug:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
         warnings.simplefilter("ignore")
-    pair = resolve(args.pair, args.source, args.target, args.direction) if hasattr(args, "pair") else EMBEDDED_PAIR
+    pair = (
+        resolve(args.pair, args.source, args.target, args.direction)
+        if hasattr(args, "pair")
+        else EMBEDDED_PAIR
+    )
     if is_local(pair.small) and is_local(pair.large) and not getattr(args, "online", False):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -71,13 +87,15 @@ def host_from_args(args: argparse.Namespace) -> tuple[PairHost, str]:
     pair = resolve(args.pair, args.source, args.target, args.direction)
     source_side(args.direction)
     if args.mapper is not None and not args.mapper.is_dir():
-        raise InputError(f"There is no mapper folder {args.mapper.name!r}.", "Give the folder with manifest.json.")
+        raise InputError(
+            f"There is no mapper folder {args.mapper.name!r}.", "Give the folder with manifest.json."
+        )
     mappers = {args.direction: args.mapper} if args.mapper is not None else None
     return PairHost(pair, args.device_map, args.dtype, args.max_memory, mappers), args.direction
 
 
 class StderrProgress:
-    """Progress on standard error: one line that renews itself on a terminal, now and then a line elsewhere."""
+    """Progress on standard error: a line that renews itself on a terminal, now and then a line elsewhere."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._terminal = sys.stderr.isatty()
@@ -129,5 +147,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Columns of text, the last one as wide as it likes."""
     cells = [[str(cell) for cell in row] for row in (headers, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -27,16 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='JSON list of {"say": text, "on": small|large, "how": mapped|prefill}; "-" reads standard input',
     )  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="system prompt (default: the template's own)")
-    parser.add_argument("--greedy", action=argparse.BooleanOptionalAction, default=True, help="default: greedy")
+    parser.add_argument(
+        "--greedy", action=argparse.BooleanOptionalAction, default=True, help="default: greedy"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-k", type=int, default=50)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
-    parser.add_argument("--anchors", type=int, metavar="M", help="first tokens run natively (default: the mapper's)")
-    parser.add_argument("--hold-back", type=int, metavar="H", help="last tokens run natively (default: the mapper's)")
-    parser.add_argument("--measure-prefill", action="store_true", help="time the prefill that each switch avoided")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)"
+    )
+    parser.add_argument(
+        "--anchors", type=int, metavar="M", help="first tokens run natively (default: the mapper's)"
+    )
+    parser.add_argument(
+        "--hold-back", type=int, metavar="H", help="last tokens run natively (default: the mapper's)"
+    )
+    parser.add_argument(
+        "--measure-prefill", action="store_true", help="time the prefill that each switch avoided"
+    )
 
 
 def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
@@ -51,7 +61,13 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
 
     host, direction = host_from_args(args)
     sampling = Sampling(
-        args.greedy, args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, args.repetition_penalty
+        args.greedy,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.seed,
+        args.max_new_tokens,
+        args.repetition_penalty,
     )
     first = script[0].get("on") or source_side(direction)
     for side in dict.fromkeys([first, *(turn["on"] for turn in script if "on" in turn)]):
@@ -76,10 +92,7 @@ def play(chat: Conversation, turn: dict[str, str], measure: bool) -> dict[str, A
         how = account.how if account else "native"
         shown = account.to_json() if account else None
         return {"model": name, "side": chat.side, "how": how, "text": "", "token_ids": [], "account": shown}
-    message = None
-    for message in chat.send(turn["say"]):
-        pass
-    assert message is not None  # `send` yields or raises
+    *_, message = chat.send(turn["say"])
     data = message.to_json()
     names = ("model", "side", "how", "text", "token_ids", "account")
     extra = ("stopped", "notice", "reused", "native", "rerun", "ms", "tokens_per_second")
@@ -108,7 +121,9 @@ def read_script(path: Path) -> list[dict[str, str]]:
         if not isinstance(turn, dict) or not all(isinstance(value, str) for value in turn.values()):
             raise InputError(f"Turn {number} of the script must be an object of texts.")
         if unknown := set(turn) - {"say", "on", "how"}:
-            raise InputError(f"Turn {number} of the script has {sorted(unknown)[0]!r}; known are say, on and how.")
+            raise InputError(
+                f"Turn {number} of the script has {sorted(unknown)[0]!r}; known are say, on and how."
+            )
         if turn.get("on", "small") not in SIDES or turn.get("how", "mapped") not in HOWS:
             raise InputError(f"Turn {number} of the script: `on` is small or large, `how` mapped or prefill.")
         if "say" in turn and not turn["say"].strip():
@@ -127,9 +142,11 @@ def show(result: dict[str, Any]) -> str:
         if account and account != last:
             saved = f", saved {account['saved_ms']:.0f} ms" if account["saved_ms"] is not None else ""
             lines.append(
-                f"-- {account['source']} -> {account['target']}: {account['how']}; reused {account['reused']}, "
-                f"mapped {account['mapped']}, run natively {account['native']} of {account['tokens']} tokens; "
-                f"{account['ms']['total']:.0f} ms{saved}" + (f" ({account['reason']})" if account["reason"] else "")
+                f"-- {account['source']} -> {account['target']}: {account['how']}; "
+                f"reused {account['reused']}, mapped {account['mapped']}, run natively {account['native']} "
+                f"of {account['tokens']} tokens; "
+                f"{account['ms']['total']:.0f} ms{saved}"
+                + (f" ({account['reason']})" if account["reason"] else "")
             )
         last = account or last
         if turn["token_ids"] or turn["text"]:

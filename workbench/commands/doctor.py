@@ -6,6 +6,7 @@ import argparse
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,12 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     check("versions", versions)
     check("devices", devices)
     check("dtype", lambda: dtype_and_why(args))
-    present = [check(f"weights {side}", lambda side=side: weights(host, side, args.fetch, progress)) for side in SIDES]
+    present = [check(f"weights {side}", partial(weights, host, side, args.fetch, progress)) for side in SIDES]
     for side, there in zip(SIDES, present, strict=True):
         if there:
-            check(f"gate {side}", lambda side=side: gate_of(host, side, progress))
+            check(f"gate {side}", partial(gate_of, host, side, progress))
     for direction in DIRECTIONS:
-        check(f"mapper {direction}", lambda direction=direction: mapper_of(host, direction, all(present)))
+        check(f"mapper {direction}", partial(mapper_of, host, direction, all(present)))
     return {"ok": all(c["ok"] for c in checks), "pair": host.pair.name, "checks": checks}
 
 
@@ -106,7 +107,9 @@ def gate_of(host: PairHost, side: str, progress: Any) -> str:
     with host.holding_lane():
         result = gate(model, model.tokenizer.encode(GATE_TEXT, add_special_tokens=False)[:64])
     if not result.ok:
-        raise WorkbenchError(f"{model.name} does not give its native logits (largest difference {result.max_abs_error:.2g}).")
+        raise WorkbenchError(
+            f"{model.name} does not give its native logits (largest difference {result.max_abs_error:.2g})."
+        )
     where = ", ".join(sorted({str(device) for device in model.layer_devices}))
     return f"{model.name} on {where}: largest difference of a log-probability {result.max_abs_error:.1e}"
 
@@ -115,7 +118,19 @@ def mapper_of(host: PairHost, direction: str, loaded: bool) -> str:
     """The artefact of a direction; compared with the models where they are there."""
     from workbench.kv import artefact
 
-    manifest = host.mapper(direction)[1] if loaded else artefact.load(host.mapper_folder(direction), direction=direction)[1]
-    r2 = ", ".join(f"{name} {value:.3f}" for name in ("r2_k", "r2_v") if isinstance(value := manifest.held_out.get(name), float))
-    against = "verified against both models" if loaded else "whole; not compared with the models, which are not here"
+    manifest = (
+        host.mapper(direction)[1]
+        if loaded
+        else artefact.load(host.mapper_folder(direction), direction=direction)[1]
+    )
+    r2 = ", ".join(
+        f"{name} {value:.3f}"
+        for name in ("r2_k", "r2_v")
+        if isinstance(value := manifest.held_out.get(name), float)
+    )
+    against = (
+        "verified against both models"
+        if loaded
+        else "whole; not compared with the models, which are not here"
+    )
     return f"{against}; held out: {r2}" if r2 else against

@@ -1,4 +1,4 @@
-"""`family`: build the small embedded model again from the large one; see `workbench.models.family` for the recipe."""
+"""`family`: build the small embedded model again from the large one, as `workbench.models.family` says."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ HELP = "build the small embedded model again from the large one"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The same options as `python -m workbench.models.family`, whose imports would make `--help` slow."""
-    parser.add_argument("--out", type=Path, help="folder of sibling.safetensors and sibling.json (default: in the cache)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of sibling.safetensors and sibling.json (default: in the cache)"
+    )
     parser.add_argument("--tokens", type=int, default=500_000, help="tokens to distil on, the whole plan")
     parser.add_argument("--stage", choices=["chats", "layers", "distil", "pack", "all"], default="all")
     parser.add_argument("--resume", action="store_true", help="go on from what a killed run left")
-    parser.add_argument("--rate", type=float, help="learning rate (default: the better of two, tried briefly)")
+    parser.add_argument(
+        "--rate", type=float, help="learning rate (default: the better of two, tried briefly)"
+    )
     parser.add_argument("--work", type=Path, help="folder of checkpoints and logs (default: in the cache)")
     parser.add_argument("--kept-layers", type=int, default=20, choices=range(16, 21), metavar="16..20")
-    parser.add_argument("--weights", choices=["auto", "last", "average"], default="auto", help="which weights to pack")
+    parser.add_argument(
+        "--weights", choices=["auto", "last", "average"], default="auto", help="which weights to pack"
+    )
 
 
 def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
@@ -34,5 +40,7 @@ def show(result: dict[str, Any]) -> str:
     lines = [f"Saved in {result['out']}"]
     for name, ce in result.get("ce", {}).items():
         parts = ce.items() if isinstance(ce, dict) else [("", ce)]
-        lines.append(f"{name}: cross-entropy " + ", ".join(f"{kind} {value:.3f}".strip() for kind, value in parts))
+        lines.append(
+            f"{name}: cross-entropy " + ", ".join(f"{kind} {value:.3f}".strip() for kind, value in parts)
+        )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`pairs`: the catalog, what is compatible with what according to the configs, and which mappers are there."""
+"""`pairs`: the catalog, what is compatible with what by the configs, and which mappers are there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ HELP = "list pairs, what is compatible with what, and why not"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option of its own; with --pair or --source and --target only that pair is shown."""
-    parser.add_argument("--online", action="store_true", help="ask the model hub for configs that are not here")
+    parser.add_argument(
+        "--online", action="store_true", help="ask the model hub for configs that are not here"
+    )
 
 
 def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
@@ -45,7 +47,14 @@ def show(result: dict[str, Any]) -> str:
     """One line a pair."""
     words = {True: "yes", False: "no", None: "unknown"}
     rows = [
-        (p["name"], p["source"], p["target"], words[p["compatible"]], " ".join(p["artefacts"]) or "-", p["reason"])
+        (
+            p["name"],
+            p["source"],
+            p["target"],
+            words[p["compatible"]],
+            " ".join(p["artefacts"]) or "-",
+            p["reason"],
+        )
         for p in result["pairs"]
     ]
     return table(("name", "source", "target", "compatible", "mappers", "why not"), rows)

@@ -149,7 +149,7 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
         ArtefactError: when the folder cannot be written.
     """
     tensors = {
-        f"{kind}.{t}.{part}": tensor.detach().to("cpu", torch.float32).contiguous()
+        f"{kind}.{t}.{part}": tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
         for kind in KINDS
         for part in ("weight", "bias")
         for t, tensor in enumerate(getattr(mapper, f"{kind}_{part}"))

@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from workbench.errors import UnsupportedModelError
 
 Visit = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
-"""visit(layer, q_rot (1,Hq,nq,d), k_rot (1,H,nk,d), v (1,H,nk,d), out (1,nq,Hq,d) before the output projection)"""
+"""visit(layer, q_rot (1,Hq,nq,d), k_rot (1,H,nk,d), v (1,H,nk,d), out (1,nq,Hq,d) before `o_proj`)"""
 
 _NAME = "kv_workbench_sdpa"
 _ATTRIBUTE = (
@@ -80,8 +80,8 @@ def capture_keys_pre(model: Any) -> Iterator[dict[int, Tensor]]:
     """Collect the keys right before rotation of all tokens that run within the block.
 
     Yields:
-        A dict that fills while the model runs: layer -> `(1, kv_heads, tokens, head_dim)`; what several forward
-        passes add is joined.
+        A dict that fills while the model runs: layer -> `(1, kv_heads, tokens, head_dim)`; what several
+        forward passes add is joined.
 
     Raises:
         UnsupportedModelError: the model makes its keys in a way that is not known here.

@@ -64,7 +64,7 @@ def forward(
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model wants its token ids: the device on which the embedding runs (also when it is offloaded)."""
+    """Where a model wants its token ids: the device on which the embedding runs, also when offloaded."""
     embedding = model.get_input_embeddings()
     if embedding.weight.device.type != "meta":
         return embedding.weight.device

@@ -22,10 +22,11 @@ from torch import Tensor
 from workbench.errors import UnsupportedModelError
 
 _FIRST_TABLE = 512  # positions; a table grows by doubling
+_CPU_BLOCK = 1024  # tokens whose keys stay in the processor's cache between the passes over them
 
 
 class _Table(NamedTuple):
-    """Of positions 0..n-1: cos over all rotary dimensions, sin over their first half (the halves are equal)."""
+    """Of positions 0..n-1: cos over the rotary dimensions, sin over their first half (halves are equal)."""
 
     cos: Tensor
     sin: Tensor
@@ -77,7 +78,7 @@ class Rotary:
             out: where to write, as for `rotate` (a slice of a feature matrix, for example).
 
         Returns:
-            `out`, or a new tensor of the same shape and dtype; computed in float32 when the input is half precision.
+            `out`, or a new tensor of the same shape and dtype; half precision is computed in float32.
         """
         return self._turned(k_rot, start, out, sign=-1, scale=1.0 / self.scaling**2)
 
@@ -87,8 +88,8 @@ class Rotary:
         Args:
             k_pre: `(..., n, head_dim)`, any strides.
             start: position of the first token.
-            out: where to write, same shape, possibly of another dtype (slots of a cache). With float32 input and
-                output nothing else is allocated. It must not overlap the input.
+            out: where to write, same shape, possibly of another dtype (slots of a cache). With float32
+                input and output nothing else is allocated. It must not overlap the input.
 
         Returns:
             `out`, or a new tensor like `k_pre`.
@@ -114,19 +115,16 @@ class Rotary:
             out = torch.empty_like(k, memory_format=torch.contiguous_format)
         elif out.shape != k.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, the keys have {tuple(k.shape)}")
-        table, stop, dim = self._table(start + k.shape[-2], k.device), start + k.shape[-2], self.rotary_dim
-        cos, sin = table.cos[start:stop], table.sin[start:stop]
+        n = k.shape[-2]
+        table = self._table(start + n, k.device)
+        cos, sin = table.cos[start : start + n], table.sin[start : start + n]
         if scale != 1.0:
             cos, sin = cos * scale, sin * scale
-        work = k if k.dtype in (torch.float32, torch.float64) else k.float()
-        target = out if out.dtype == work.dtype else torch.empty_like(work)
-        # One product over all dimensions and one addition for each half: three passes over memory, no temporaries.
-        torch.mul(work[..., :dim], cos, out=target[..., :dim])
-        target[..., : dim // 2].addcmul_(work[..., dim // 2 : dim], sin, value=-sign)
-        target[..., dim // 2 : dim].addcmul_(work[..., : dim // 2], sin, value=sign)
-        if dim < k.shape[-1]:
-            target[..., dim:].copy_(work[..., dim:])
-        return out if target is out else out.copy_(target)
+        block = _CPU_BLOCK if k.device.type == "cpu" else max(n, 1)
+        for i in range(0, n, block):
+            tokens = slice(i, i + block)
+            _turn(k[..., tokens, :], cos[tokens], sin[tokens], sign, out[..., tokens, :])
+        return out
 
     def _table(self, stop: int, device: torch.device) -> _Table:
         table = self._tables.get(device)
@@ -161,3 +159,17 @@ class Rotary:
             expected = function(k, k, cos[None], sin[None])[1]
         if not torch.allclose(self.rotate(k), expected, atol=1e-5):
             raise UnsupportedModelError(f"{type(base).__name__} rotates keys in a way that is not supported.")
+
+
+def _turn(k: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> None:
+    """One product over all rotary dimensions, then one addition for each half, written into `out`."""
+    dim, half = cos.shape[-1], sin.shape[-1]
+    work = k if k.dtype in (torch.float32, torch.float64) else k.float()
+    target = out if out.dtype == work.dtype else torch.empty_like(work)
+    torch.mul(work[..., :dim], cos, out=target[..., :dim])
+    target[..., :half].addcmul_(work[..., half:dim], sin, value=-sign)
+    target[..., half:dim].addcmul_(work[..., :half], sin, value=sign)
+    if dim < k.shape[-1]:
+        target[..., dim:].copy_(work[..., dim:])
+    if target is not out:
+        out.copy_(target)

@@ -23,8 +23,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 # Attributes that only models with a recurrent state have (Mamba, RWKV, linear attention and their hybrids).
 _RECURRENT = (
-    "mamba_d_state", "ssm_cfg", "state_size", "ssm_state_size", "linear_num_key_heads", "hybrid_override_pattern",
-    "layers_block_type", "block_types", "attn_layer_period", "attn_layer_indices", "rwkv_version", "attention_hidden_size",
+    "mamba_d_state", "ssm_cfg", "state_size", "ssm_state_size", "linear_num_key_heads",
+    "hybrid_override_pattern", "layers_block_type", "block_types", "attn_layer_period", "attn_layer_indices",
+    "rwkv_version", "attention_hidden_size",
 )  # fmt: skip
 
 # What no attribute of the config shows.
@@ -35,10 +36,10 @@ _REFUSED_FAMILIES = {
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat"), _NORM_AFTER),
 }
 
-# Vocabularies of one tokenizer differ in size only by padding rows; more than this share is another tokenizer.
+# Vocabularies of one tokenizer differ only by padding rows; more than this share is another tokenizer.
 _PADDING_SHARE = 0.02
 
-# Strings whose tokens differ between tokenizers that have equal vocabularies but other merges or pre-tokenizers.
+# Strings that tokenizers with equal vocabularies but other merges or pre-tokenizers split differently.
 _PROBES = (
     "The quick brown fox, 1234567 times; naïve café — don't!",
     "def f(x):\n\treturn {'a': [1, 2.5e-3]}  # ok\n\n\n    end",
@@ -174,7 +175,7 @@ def check_tokenizers(source: Any, target: Any) -> None:
     moved = sum(vocab_src[token] != vocab_tgt[token] for token in common)
     added_src, added_tgt = source.get_added_vocab().keys(), target.get_added_vocab().keys()
     only_src, only_tgt = vocab_src.keys() - common - added_src, vocab_tgt.keys() - common - added_tgt
-    # One id, two meanings: an added token of one side sits on an id that the other side uses for another token.
+    # One id, two meanings: an added token of one side sits on an id that the other uses for another token.
     token_of_tgt = {index: token for token, index in vocab_tgt.items()}
     clashes = sum(
         1
@@ -197,7 +198,8 @@ def check_tokenizers(source: Any, target: Any) -> None:
     split = [text for text in _PROBES if _ids(source, text) != _ids(target, text)]
     if split:
         raise IncompatiblePairError(
-            f"The two tokenizers have the same tokens but split {len(split)} of {len(_PROBES)} probe texts differently.",
+            f"The two tokenizers have the same tokens but split {len(split)} of {len(_PROBES)} probe texts "
+            "differently.",
             "Choose two models of one family.",
         )
 
@@ -263,8 +265,8 @@ def _why_unsupported(config: Any) -> str:
 def _why_layers(config: Any) -> str:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
-        window = kinds & {"sliding_attention", "chunked_attention"}
-        what = "a sliding window" if window else "layers without full attention (a hybrid)"
+        windowed = kinds & {"sliding_attention", "chunked_attention"}
+        what = "a sliding window" if windowed else "layers without full attention (a hybrid)"
         return f"it has {what} ({', '.join(sorted(map(str, kinds)))})"
     window = getattr(config, "sliding_window", None)
     # A window that the longest context does not reach is never in effect.

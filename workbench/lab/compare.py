@@ -145,7 +145,7 @@ def context_ids(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Said:
     """A person's message, as the chat template wants it."""
 

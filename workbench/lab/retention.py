@@ -94,17 +94,16 @@ def stream(
     with host.holding_lane(should_stop):
         other = jobs.source_cache(cut[-1])
     for number, passage in enumerate(cut, start=1):
+        following_ids = passage.ids[context:]
         with host.holding_lane(should_stop):
             native, found, own = jobs.fixed(passage)
-            for index, setting in enumerate(chosen):
-                found |= {
-                    (name, index): logits
-                    for name, logits in jobs.handed_over(
-                        passage, own, cut[number - 2], other, *setting
-                    ).items()
-                }
-        for key, logits in found.items():
-            scores.setdefault(key, _Scores()).add(logits, native, passage.ids[context:])
+        for name, logits in found.items():
+            scores.setdefault((name, 0), _Scores()).add(logits, native, following_ids)
+        for index, setting in enumerate(chosen):
+            with host.holding_lane(should_stop):
+                found = jobs.handed_over(passage, own, cut[number - 2], other, *setting)
+            for name, logits in found.items():
+                scores.setdefault((name, index), _Scores()).add(logits, native, following_ids)
         other = own
         yield Step(number / len(cut), f"passage {number} of {len(cut)}")
 
@@ -147,19 +146,19 @@ class _Arms:
         forward(self.source.model, passage.ids[: self.context], cache, keep=0)
         return cache
 
-    def fixed(self, passage: Passage) -> tuple[Tensor, dict[tuple[str, int], Tensor], Cache]:
+    def fixed(self, passage: Passage) -> tuple[Tensor, dict[str, Tensor], Cache]:
         """Arms that no setting changes.
 
         Returns:
-            Native logits, all fixed arms by (name, 0), and the source's cache of the context.
+            Native logits, all fixed arms by name, and the source's cache of the context.
         """
         n, ids = self.context, passage.ids
         own = new_cache(self.source.spec.layers)
         native = self._follow(self.target, ids, new_cache(self.target.spec.layers), n)
         arms = {
-            ("native", 0): native,
-            ("source", 0): self._follow(self.source, ids, own, n),
-            ("no_context", 0): self._follow(self.target, ids[n - 1 :], new_cache(self.target.spec.layers), 1),
+            "native": native,
+            "source": self._follow(self.source, ids, own, n),
+            "no_context": self._follow(self.target, ids[n - 1 :], new_cache(self.target.spec.layers), 1),
         }
         truncate(own, n)
         return native, arms, own

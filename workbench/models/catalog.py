@@ -1,8 +1,8 @@
 """Named pairs, and what can be said about a pair before any weights are loaded.
 
-A pair has two sides, "small" and "large", and two directions: "up" hands a conversation from small to large, "down" the
-other way. Each direction has an artefact of its own. Presets name checkpoints that share one tokenizer and keep all
-keys and values; mappers for them are fitted by whoever uses them.
+A pair has two sides, "small" and "large", and two directions: "up" hands a conversation from small to large,
+"down" the other way. Each direction has an artefact of its own. Presets name checkpoints that share one
+tokenizer and keep all keys and values; mappers for them are fitted by whoever uses them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def direction_to(side: str) -> str:
 
 @dataclass(frozen=True)
 class PairRef:
-    """Two references that belong together; see `workbench.models.loading.load` for what a reference can be."""
+    """Two references that belong together; `workbench.models.loading.load` says what a reference can be."""
 
     name: str
     small: str
@@ -56,7 +56,9 @@ class PairRef:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,150}", self.name):
-            raise InputError(f"{self.name[:60]!r} is no name for a pair.", "Use letters, digits, dots and dashes.")
+            raise InputError(
+                f"{self.name[:60]!r} is no name for a pair.", "Use letters, digits, dots and dashes."
+            )
 
     def ref(self, side: str) -> str:
         """The reference of one side."""
@@ -80,7 +82,9 @@ def _preset(small: str, large: str) -> PairRef:
     return PairRef(name, small, large, title)
 
 
-EMBEDDED_PAIR = PairRef("embedded", "embedded:small", "embedded:large", "SmolLM2-135M-Instruct and its sibling")
+EMBEDDED_PAIR = PairRef(
+    "embedded", "embedded:small", "embedded:large", "SmolLM2-135M-Instruct and its sibling"
+)
 _ALL = [
     EMBEDDED_PAIR,
     _preset("HuggingFaceTB/SmolLM2-135M-Instruct", "HuggingFaceTB/SmolLM2-360M-Instruct"),
@@ -111,8 +115,8 @@ def resolve(
 ) -> PairRef:
     """The pair that command-line arguments mean.
 
-    `source` is what `--direction up` reads from, so the small side; `--direction down` swaps the two roles, not the
-    sides.
+    `source` is what `--direction up` reads from, so the small side; `--direction down` swaps the two roles,
+    not the sides.
 
     Raises:
         InputError: an unknown name or direction, or only one of `source` and `target`.
@@ -124,7 +128,9 @@ def resolve(
         if pair is not None:
             raise InputError("--pair and --source/--target exclude each other.", "Give one of them.")
         known = next((p for p in PAIRS.values() if (p.small, p.large) == (source, target)), None)
-        return known or PairRef(f"{_slug(source)}--{_slug(target)}", source, target, f"{_last(source)} and {_last(target)}")
+        return known or PairRef(
+            f"{_slug(source)}--{_slug(target)}", source, target, f"{_last(source)} and {_last(target)}"
+        )
     name = pair or EMBEDDED_PAIR.name
     if name not in PAIRS:
         raise InputError(f"There is no pair {name[:60]!r}.", "`python -m workbench pairs` lists them.")

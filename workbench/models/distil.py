@@ -20,7 +20,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,7 @@ class Distiller:
 
     def run(
         self,
-        held: dict[str, Sequence[Block]],
+        held: Mapping[str, Sequence[Block]],
         large: dict[str, float],
         progress: Progress,
         until: int | None = None,

@@ -13,6 +13,7 @@ the next one.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, Literal
 
@@ -242,11 +243,12 @@ def fetch_gguf(into: Path) -> Path:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """transformers draws progress bars on standard error; we report progress ourselves."""
+    """No bars of transformers: its GGUF reader draws one whatever the setting; we report ourselves."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with redirect_stderr(io.StringIO()):
+            yield
     finally:
         if shown:
             transformers_logging.enable_progress_bar()

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from workbench.errors import InputError
@@ -35,9 +36,9 @@ from workbench.models.distil import (
     cross_entropy,
     fast_dtype,
     hidden_states,
-    kl_and_gradient,
     stack,
 )
+from workbench.models.refit import refit_down_projections
 from workbench.models.selfchat import (
     ChatOptions,
     ChatWriter,
@@ -76,6 +77,8 @@ class FamilyOptions:
     chats: ChatOptions = field(default_factory=lambda: ChatOptions(batch=128))
     length: int = 512
     held_blocks: int = 16
+    pack_blocks: int = 8
+    refit_blocks: int = 12
     evaluate_every: int = 50_000
     seed: int = 1000
     average: bool | None = None
@@ -124,9 +127,11 @@ def run(options: FamilyOptions, progress: Progress | None = None) -> dict[str, A
 
 def _forget(stage: str, options: FamilyOptions) -> None:
     """Without `--resume` a stage starts over. Shipped chats stay: they are an input like the texts."""
-    for name in {"layers": ["layers.json"], "distil": ["state.safetensors", "distil.jsonl", "rate.json"]}.get(
-        stage, []
-    ):
+    files = {
+        "layers": ["layers.json"],
+        "distil": ["refitted.safetensors", "rate.json", "state.safetensors", "distil.jsonl"],
+    }
+    for name in files.get(stage, []):
         (options.work / name).unlink(missing_ok=True)
     if stage == "chats" and options.stage == "chats":
         for name in ("chats", "chats-heldout"):
@@ -148,7 +153,7 @@ def text_blocks(tokenizer: Any, documents: Sequence[str], length: int) -> list[B
     """Every document cut into blocks of `length` tokens; a rest under half a block is left out."""
     blocks = []
     for document in documents:
-        ids = torch.tensor(tokenizer.encode(document, add_special_tokens=False))
+        ids = torch.tensor(tokenizer.encode(document, add_special_tokens=False, verbose=False))
         blocks += [Block(part) for part in ids.split(length) if len(part) >= max(length // 2, 2)]
     return blocks
 
@@ -237,7 +242,7 @@ def stage_layers(options: FamilyOptions, material: Material, report: Progress) -
 
 @torch.inference_mode()
 def choose_layers(
-    model: Any, material: tuple[torch.Tensor, torch.Tensor], keep: int, report: Progress, tries: int = 8
+    model: Any, material: tuple[torch.Tensor, torch.Tensor], keep: int, report: Progress, tries: int = 5
 ) -> tuple[list[int], list[float]]:
     """Drops one layer at a time, each time the one without which KL(whole model || rest) is least.
 
@@ -251,9 +256,9 @@ def choose_layers(
         the kept layers, ascending, and the loss in nats after every removal.
     """
     ids, mask = material
-    mask = mask & (torch.arange(mask.shape[1]) % 2 == 0)  # every other prediction: the head is the dear part
+    mask = mask & (torch.arange(mask.shape[1]) % 3 == 0)  # every third prediction: the head is the dear part
     head, layers = model.lm_head.weight, model.model.layers
-    whole = hidden_states(model, ids)[:, :-1][mask]
+    whole = F.linear(hidden_states(model, ids)[:, :-1][mask], head).log_softmax(-1)
     start = model.model.embed_tokens(ids)
     rotary = model.model.rotary_emb(start, torch.arange(ids.shape[1])[None])
 
@@ -262,7 +267,8 @@ def choose_layers(
             x = layers[index](x, attention_mask=None, position_embeddings=rotary)
         return x
 
-    kept, losses, last_seen = list(range(len(layers))), [], {i: 0.0 for i in range(len(layers))}
+    kept, losses = list(range(len(layers))), list[float]()
+    last_seen = {i: 0.0 for i in kept}
     while len(kept) > keep:
         candidates = sorted(kept, key=lambda i: last_seen[i])
         candidates = sorted(candidates if not losses else candidates[:tries])
@@ -271,7 +277,8 @@ def choose_layers(
             at = kept.index(layer)
             x, below = through(x, kept[below:at]), at
             rest = model.model.norm(through(x, kept[at + 1 :]))[:, :-1][mask]
-            last_seen[layer] = kl_and_gradient(whole, rest, head)[0]
+            guess = F.linear(rest, head).log_softmax(-1)
+            last_seen[layer] = float(F.kl_div(guess, whole, log_target=True, reduction="sum")) / len(rest)
         worst = min(candidates, key=lambda i: last_seen[i])
         kept.remove(worst)
         losses.append(last_seen[worst])
@@ -296,6 +303,26 @@ def new_student(material: Material, kept: list[int]) -> Any:
     return student
 
 
+def first_student(
+    options: FamilyOptions,
+    material: Material,
+    kept: list[int],
+    pools: tuple[list[Block], list[Block]],
+    report: Progress,
+) -> Any:
+    """Where the distillation starts: the kept layers with `down_proj` refitted in closed form, done once."""
+    file, student = options.work / "refitted.safetensors", new_student(material, kept)
+    if not file.exists():
+        ids, counts = stack([b for pool in pools for b in pool[:: max(1, len(pool) // options.refit_blocks)]])
+        use = F.pad(counts, (0, 1), value=False)
+        refit_down_projections(material.model, student, kept, ids, use, progress=report)
+        names = [n for n in student.state_dict() if n.endswith("down_proj.weight")]
+        save_file({n: student.state_dict()[n] for n in names}, file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)
+    student.load_state_dict(load_file(file), strict=False)
+    return student
+
+
 def stage_distil(options: FamilyOptions, material: Material, report: Progress) -> dict[str, Any]:
     """Trains up to the plan; stops early, with its state saved, on SIGTERM."""
     kept = list(_layers(options)["kept_layers"])
@@ -306,7 +333,8 @@ def stage_distil(options: FamilyOptions, material: Material, report: Progress) -
     plan = replace(
         plan, rate=options.rate or _try_rates(options, material, kept, (texts, chats), plan, report)
     )
-    job = Distiller(material.model, new_student(material, kept), texts, chats, plan, options.work)
+    student = first_student(options, material, kept, (texts, chats), report)
+    job = Distiller(material.model, student, texts, chats, plan, options.work)
     job.load()
     large = {name: cross_entropy(material.model, blocks) for name, blocks in held.items()}
     if job.step == 0:
@@ -356,7 +384,7 @@ def _try_rates(
     for rate in RATES:
         trial = Distiller(
             material.model,
-            new_student(material, kept),
+            first_student(options, material, kept, pools, report),
             *pools,
             replace(plan, rate=rate),
             options.work / f"trial-{rate:g}",
@@ -382,7 +410,7 @@ def _try_rates(
 def stage_pack(options: FamilyOptions, material: Material, report: Progress) -> dict[str, Any]:
     """Measures every way to ship the difference and writes the smallest that loses almost nothing."""
     kept = list(_layers(options)["kept_layers"])
-    held = held_out(options, material.tokenizer, options.held_blocks)
+    held = held_out(options, material.tokenizer, options.pack_blocks)
     train = text_blocks(material.tokenizer, read_documents(options.texts / "train")[::20], options.length)[:8]
     train += chat_blocks(material.tokenizer, _chats(options, "chats")[:8], options.length)
     return packing.pack(

@@ -2,9 +2,9 @@
 
     "embedded:large" | "embedded:small" | folder | file.gguf | owner/name[@revision]   ->   LoadedModel
 
-Foreign files are looked at before anything is loaded (`sources.py`). One place, `choose_dtype`, decides the dtype and can
-say why. Weights come in through accelerate, so a model may lie on several devices; `layer_devices` says where each
-layer's keys and values belong.
+Foreign files are looked at before anything is loaded (`sources.py`). One place, `choose_dtype`, decides the
+dtype and can say why. Weights come in through accelerate, so a model may lie on several devices;
+`layer_devices` says where each layer's keys and values belong.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def load(
     """Load a model by reference.
 
     Args:
-        ref: "embedded:large", "embedded:small", a folder, a GGUF file, or a hub id with an optional "@revision".
+        ref: "embedded:large", "embedded:small", a folder, a GGUF file, or a hub id with an optional
+            "@revision".
         device_map: "auto", "cpu", "cuda:0", …, a JSON file, or a dict of module name to device.
         dtype: "auto", "float32", "bfloat16" or "float16".
         max_memory: like "cpu=4GiB,0=10GiB".
@@ -92,13 +93,14 @@ def load(
     Raises:
         InputError: an option that cannot be read.
         UnsupportedModelError: a model whose cache cannot be mapped, or that needs code of its own.
-        ModelUnavailableError: weights that are missing, misspelt, gated or out of reach; the sentence says which.
+        ModelUnavailableError: weights that are missing, misspelt, gated or out of reach; the sentence says
+            which.
     """
     report = progress or (lambda share, what: None)
     placement = parse_device_map(device_map)
     memory = parse_max_memory(max_memory)
     wanted, reason = resolve_dtype(dtype, first_device(placement))
-    report(0.0, f"Looking for {ref}")
+    report(0.0, f"Looking for {Path(ref).name}")
     source = locate(ref, progress)
     report(0.3, f"Loading {source.name}")
     with quiet():
@@ -119,7 +121,8 @@ def load(
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelUnavailableError(
-                f"{source.name} does not fit into memory.", "Choose a smaller model, or spread it with --device-map."
+                f"{source.name} does not fit into memory.",
+                "Choose a smaller model, or spread it with --device-map.",
             ) from error
         except Exception as error:
             raise unreadable(source, error) from error
@@ -131,7 +134,12 @@ def load(
 
 
 def wrap(
-    model: Any, tokenizer: Any, name: str, revision: str = "memory", ref: str = "", dtype_reason: str = "as it was given"
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    revision: str = "memory",
+    ref: str = "",
+    dtype_reason: str = "as it was given",
 ) -> LoadedModel:
     """A `LoadedModel` from objects in memory.
 
@@ -179,17 +187,20 @@ def read_spec(ref: str, *, fetch: bool = True) -> tuple[KVSpec, str]:
 def unreadable(source: Source, error: Exception) -> WorkbenchError:
     """One sentence for whatever transformers said about files that are there but cannot be used."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    first = first.replace(str(Path(source.path).resolve()), source.name).replace(str(source.path), source.name)
+    first = first.replace(str(Path(source.path).resolve()), source.name).replace(
+        str(source.path), source.name
+    )
     return ModelUnavailableError(f"{source.name} cannot be loaded: {first[:300].rstrip('.')}.")
 
 
-# --- dtype -----------------------------------------------------------------------------------------------------------
+# --- dtype ---
 
 
 def choose_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     """The dtype for `--dtype auto`, and why.
 
-    Half precision only pays where the processor multiplies it natively: emulated bfloat16 on a CPU is far slower than
+    Half precision only pays where the processor multiplies it natively: emulated bfloat16 on a CPU is far
+        slower than
     float32, and torch answers "supported" there all the same, so the instruction set is looked up as well.
     """
     if device.type == "cuda":
@@ -224,7 +235,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     return DTYPES[dtype], "asked for"
 
 
-# --- devices ---------------------------------------------------------------------------------------------------------
+# --- devices ---
 
 
 def parse_device_map(device_map: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -300,8 +311,8 @@ def first_device(placement: str | dict[str, Any]) -> torch.device:
 def layer_devices(model: Any, layers: int) -> tuple[torch.device, ...]:
     """Per layer, the device that its keys and values are on while it runs.
 
-    An offloaded layer's weights are `meta` tensors that accelerate's hook brings to its execution device for each call;
-    the cache stays on that device.
+    An offloaded layer's weights are `meta` tensors that accelerate's hook brings to its execution device for
+    each call; the cache stays on that device.
 
     Raises:
         UnsupportedModelError: `meta` weights that no hook will bring.
@@ -317,19 +328,20 @@ def _device_of(block: Any, layer: int) -> torch.device:
     device: torch.device = next(block.parameters()).device
     if device.type == "meta":
         raise UnsupportedModelError(
-            f"The weights of layer {layer} are not on any device.", "Give the model more memory with --max-memory."
+            f"The weights of layer {layer} are not on any device.",
+            "Give the model more memory with --max-memory.",
         )
     return device
 
 
-# --- stop ids --------------------------------------------------------------------------------------------------------
+# --- stop ids ---
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Ids that end an answer: of the generation config, of the tokenizer, and what the template writes after an answer.
+    """Ids that end an answer: the generation config's, the tokenizer's, and what the template puts after one.
 
-    Instruct models often end a turn with a token that neither config names; without it an answer would run on into
-    a turn of the user's.
+    Instruct models often end a turn with a token that neither config names; without it an answer would run on
+    into a turn of the user's.
     """
     found: set[int] = set()
     for value in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
@@ -350,7 +362,9 @@ def template_stop_id(tokenizer: Any) -> int | None:
     except Exception:  # a template may refuse any conversation; the chat will say so
         return None
     after = rendered.rpartition(TURN_PROBE)[2]
-    special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    special = set(tokenizer.all_special_ids) | {
+        i for i, t in tokenizer.added_tokens_decoder.items() if t.special
+    }
     return next((i for i in tokenizer.encode(after, add_special_tokens=False) if i in special), None)
 
 

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,10 @@ LIMIT_BYTES = 40_000_000
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Where to, from which state; `average` None takes the running average until the decay is finished."""
+    """Where to, from which state; `average` None takes the running average until the decay is finished.
+
+    `low_rank_bytes` 0 leaves the low-rank comparison out.
+    """
 
     out: Path
     state: Path
@@ -83,7 +86,7 @@ def pack(
     student: Any,
     base: dict[str, torch.Tensor],
     train: Sequence[Block],
-    held: dict[str, Sequence[Block]],
+    held: Mapping[str, Sequence[Block]],
     report: Progress,
 ) -> dict[str, Any]:
     """Writes `sibling.safetensors` and `sibling.json`; returns `out`, `ce`, `bytes` and the comparison
@@ -108,37 +111,37 @@ def pack(
 
     shared = {n: t for n, t in base.items() if not n.startswith("model.layers.")}
     reference = {n: t.to(torch.bfloat16) for n, t in {**shared, **weights}.items()}
-    table = [
-        {"form": "bfloat16", "bytes": sum(2 * w.numel() for w in weights.values()), "ce": measure(reference)}
+    plain = measure(reference)
+    table: list[dict[str, Any]] = [
+        {"form": "bfloat16", "bytes": sum(2 * w.numel() for w in weights.values()), "ce": plain}
     ]
     inputs = _Inputs(student, train).sums
     large_ce = {kind: cross_entropy(large, blocks) for kind, blocks in held.items()}
-    report(0.1, f"large {_show(large_ce)}; unpacked {_show(table[0]['ce'])}")
-    best: tuple[QuantSettings, str, dict[str, torch.Tensor], dict[str, float]] | None = None
-    for bits in options.bits:
+    report(0.1, f"large {_show(large_ce)}; unpacked {_show(plain)}")
+    candidates: list[tuple[float, QuantSettings, str, dict[str, torch.Tensor], dict[str, float]]] = []
+    for number, bits in enumerate(options.bits):
         settings = QuantSettings(bits, options.group)
         for form in ("rounded", "compensated"):
             tensors = encode(weights, base, options.kept, settings, inputs, form == "compensated")
             ce = measure(apply_difference(base, tensors, options.kept, settings))
             size = sum(t.numel() * t.element_size() for t in tensors.values())
             table.append({"form": f"{bits} bits, {form}", "bytes": size, "ce": ce})
-            report(0.1 + 0.2 * (bits - 1), f"{bits} bits, {form}: {size / 1e6:.1f} MB, {_show(ce)}")
-            loss = max(ce[kind] - table[0]["ce"][kind] for kind in ce)
-            if (
-                size <= LIMIT_BYTES
-                and loss <= options.tolerance
-                and (best is None or sum(ce.values()) < sum(best[3].values()))
-            ):
-                best = (settings, form, tensors, ce)
-        if best is not None:
+            report(
+                (number + 1) / (len(options.bits) + 2),
+                f"{bits} bits, {form}: {size / 1e6:.1f} MB, {_show(ce)}",
+            )
+            if size <= LIMIT_BYTES:
+                loss = max(ce[kind] - plain[kind] for kind in ce)
+                candidates.append((loss, settings, form, tensors, ce))
+        if any(loss <= options.tolerance for loss, *_ in candidates):
             break  # more bits only make it bigger
-    if best is None:
-        fits = [row for row in table[1:] if row["bytes"] <= LIMIT_BYTES]
-        raise InputError(f"No packed form within {LIMIT_BYTES} bytes is good enough: {fits}.")
-    ce, size = measure(low_rank(weights, base, options.kept, options.low_rank_bytes)), options.low_rank_bytes
-    table.append({"form": "low rank", "bytes": size, "ce": ce})
-    report(0.95, f"low rank: {size / 1e6:.1f} MB, {_show(ce)}")
-    settings, form, tensors, ce = best
+    if not candidates:
+        raise InputError(f"No form of {options.bits} bits fits into {LIMIT_BYTES} bytes.")
+    loss, settings, form, tensors, ce = min(candidates, key=lambda c: c[0])
+    if options.low_rank_bytes:
+        other = measure(low_rank(weights, base, options.kept, options.low_rank_bytes))
+        table.append({"form": "low rank", "bytes": options.low_rank_bytes, "ce": other})
+        report(0.95, f"low rank: {options.low_rank_bytes / 1e6:.1f} MB, {_show(other)}")
     manifest = {
         "recipe_version": embedded.RECIPE_VERSION,
         "gguf_sha256": embedded.GGUF_SHA256,

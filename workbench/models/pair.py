@@ -1,7 +1,8 @@
 """The two models of a pair and their mappers, loaded when first needed and shared by all visitors.
 
-Whoever computes with the models holds `host.lane`. It is re-entrant, so a job that holds it may call into the chat,
-which takes it again for each prefill and each token; it is never held while a message waits for its reader.
+Whoever computes with the models holds `host.lane`. It is re-entrant, so a job that holds it may call into the
+chat, which takes it again for each prefill and each token; it is never held while a message waits for its
+reader.
 """
 
 from __future__ import annotations
@@ -104,8 +105,12 @@ class PairHost:
         return side in self._models
 
     def name(self, side: str) -> str:
-        """What people call a side's model: its own name once it is loaded, the end of its reference until then."""
-        return self._models[side].name if side in self._models else self.pair.ref(side).rstrip("/").rpartition("/")[2]
+        """What people call a side's model: its name once it is loaded, the end of its reference before."""
+        return (
+            self._models[side].name
+            if side in self._models
+            else self.pair.ref(side).rstrip("/").rpartition("/")[2]
+        )
 
     def mapper(self, direction: str) -> tuple[KVMapper, Manifest]:
         """The mapper of a direction, verified against both models, on the target's devices and in its dtype.
@@ -119,7 +124,8 @@ class PairHost:
                 folder = self.mapper_folder(direction)
                 if self._in_memory or not (folder / artefact.MANIFEST).is_file():
                     raise ArtefactError(
-                        f"There is no mapper for {self.pair.name} {direction}.", "Make one with `python -m workbench fit`."
+                        f"There is no mapper for {self.pair.name} {direction}.",
+                        "Make one with `python -m workbench fit`.",
                     )
                 source, target = self.model(source_side(direction)), self.model(target_side(direction))
                 mapper, manifest = artefact.load(folder, source.identity, target.identity, direction)
@@ -142,9 +148,10 @@ class PairHost:
         return self._folders.get(direction) or artefact_folder(self.pair, direction)
 
     def max_positions(self) -> int:
-        """Longest context in tokens: the smaller limit of both models, as far as it can be told without loading.
+        """Longest context in tokens: the smaller limit of both models, as far as configs here tell.
 
-        A conversation may be handed over at any time, so the limit of the model that is not in use counts too.
+        A conversation may be handed over at any time, so the limit of the model that is not in use counts
+        too.
         """
         known = [limit for limit in map(self._limit_of, SIDES) if limit]
         if not known:

@@ -1,9 +1,9 @@
 """Where a reference leads, checked before any library reads the files.
 
-Files may come from strangers. So a folder is refused when it has no safetensors weights, when its shard index points
-out of the folder, when a weight file is no plain file, or when the model would need code of its own; a GGUF file is
-parsed first in a child process that can be killed. A hub id is asked for once, with a short time limit: the library
-itself tries for half a minute, and "misspelt", "gated" and "offline" are three different sentences.
+Files may come from strangers. So a folder is refused when it has no safetensors weights, when its shard index
+points out of the folder, when a weight file is no plain file, or when the model would need code of its own; a
+GGUF file is walked over first (`gguf_check.py`). A hub id is asked for once, with a short time limit: the
+library itself tries for half a minute, and "misspelt", "gated" and "offline" are three different sentences.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import json
 import os
 import re
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import InputError, ModelUnavailableError, UnsupportedModelError
+from workbench.models.gguf_check import check_gguf
 
 Progress = Callable[[float, str], None]
 EMBEDDED = {
@@ -30,15 +29,13 @@ EMBEDDED = {
 }
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 HUB_SECONDS = 5
-GGUF_SECONDS = 10
-GGUF_CHECK = "import sys; from gguf import GGUFReader; r = GGUFReader(sys.argv[1]); print(len(r.fields), len(r.tensors))"
 JSON_LIMIT = 50_000_000
 HEADER_LIMIT = 100_000_000
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files that can be loaded: where, what they are called, exactly which, and how to ask transformers for them."""
+    """Files that can be loaded: where, their name, exactly which, and how to ask transformers for them."""
 
     path: str
     name: str
@@ -71,7 +68,12 @@ def locate(
         there = False
     if there:
         return _gguf(path, config_only) if path.suffix.lower() == ".gguf" else _folder(path, config_only)
-    if not ref or ref.startswith((".", "/", "~")) or path.suffix.lower() == ".gguf" or not HUB_ID.fullmatch(ref):
+    if (
+        not ref
+        or ref.startswith((".", "/", "~"))
+        or path.suffix.lower() == ".gguf"
+        or not HUB_ID.fullmatch(ref)
+    ):
         raise ModelUnavailableError(
             f"There is no folder, GGUF file or model called {path.name[:100]!r}.",
             "Give a folder, a GGUF file, or a hub id like owner/name.",
@@ -93,7 +95,8 @@ def _embedded(ref: str, progress: Progress | None, present_only: bool) -> Source
     which: Any = ref.partition(":")[2]
     if present_only and not embedded.is_present(which):
         raise ModelUnavailableError(
-            f"The embedded {which} model is not on this machine yet.", "Get it with `python -m workbench doctor --fetch`."
+            f"The embedded {which} model is not on this machine yet.",
+            "Get it with `python -m workbench doctor --fetch`.",
         )
     path = embedded.ensure(which, progress)
     layers = json.loads((path / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
@@ -131,8 +134,10 @@ def check_code(config: Any, name: str) -> None:
 
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        why = "brings code of its own, which is never run" if isinstance(config, dict) and "auto_map" in config else (
-            f"is of the type {str(kind)[:60]!r}, which is not known here"
+        why = (
+            "brings code of its own, which is never run"
+            if isinstance(config, dict) and "auto_map" in config
+            else (f"is of the type {str(kind)[:60]!r}, which is not known here")
         )
         raise UnsupportedModelError(f"{name} {why}.", "Choose a model that transformers supports itself.")
 
@@ -149,9 +154,14 @@ def check_weights(folder: Path) -> list[Path]:
         if not isinstance(shards, dict) or not shards:
             raise InputError(f"The shard index of {folder.name!r} has no weight_map.")
         names = {name for name in shards.values() if isinstance(name, str)}
-        bad = next((n for n in shards.values() if not isinstance(n, str) or not re.fullmatch(r"[\w][\w.-]*", n)), None)
+        bad = next(
+            (n for n in shards.values() if not isinstance(n, str) or not re.fullmatch(r"[\w][\w.-]*", n)),
+            None,
+        )
         if bad is not None:
-            raise InputError(f"The shard index of {folder.name!r} points to {str(bad)[:80]!r}, which is no plain name.")
+            raise InputError(
+                f"The shard index of {folder.name!r} points to {str(bad)[:80]!r}, which is no plain name."
+            )
         files = [folder / name for name in sorted(names)]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -171,7 +181,9 @@ def check_safetensors(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(64)
         if head.startswith(b"version https://git-lfs"):
-            raise InputError(f"{path.name} is a Git LFS pointer, not the weights.", "Fetch it with `git lfs pull`.")
+            raise InputError(
+                f"{path.name} is a Git LFS pointer, not the weights.", "Fetch it with `git lfs pull`."
+            )
         length = int.from_bytes(head[:8], "little")
         if size < 10 or length < 2 or length > min(size - 8, HEADER_LIMIT) or head[8:9] != b"{":
             raise InputError(f"{path.name} is cut off, or is no safetensors file.")
@@ -186,39 +198,8 @@ def check_safetensors(path: Path) -> None:
         raise InputError(f"{path.name} is cut off, or is no safetensors file.")
 
 
-def check_gguf(path: Path) -> None:
-    """Parse a GGUF file's head in a child process: a declared array length is believed by every reader.
-
-    Raises:
-        InputError: it is no GGUF file, or cannot be parsed within `GGUF_SECONDS` and 8 GiB of address space.
-    """
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise InputError(f"{path.name} is no GGUF file.")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", GGUF_CHECK, str(path)],
-            capture_output=True, timeout=GGUF_SECONDS, preexec_fn=_small_memory(path), check=False,
-        )  # fmt: skip
-        good = done.returncode == 0
-    except subprocess.TimeoutExpired:
-        good = False
-    if not good:
-        raise InputError(f"{path.name} cannot be parsed as a GGUF file.", "It is damaged, or declares absurd sizes.")
-
-
-def _small_memory(path: Path) -> Callable[[], None] | None:
-    """Limits the child's address space; the file itself is mapped, so its size comes on top."""
-    try:
-        import resource
-    except ImportError:  # Windows: the time limit alone
-        return None
-    limit = (8 << 30) + path.stat().st_size
-    return lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
 def plain_file(path: Path) -> None:
-    """Refuse pipes, devices, folders and dangling links; a link to a plain file is how the hub's cache is built."""
+    """Refuse pipes, devices, folders and dangling links; the hub's cache is links to plain files."""
     try:
         good = stat.S_ISREG(path.stat().st_mode)
     except OSError:
@@ -257,7 +238,7 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- hub -------------------------------------------------------------------------------------------------------------
+# --- hub ---
 
 
 def _hub(name: str, revision: str | None, fetch: bool) -> Source:
@@ -282,7 +263,12 @@ def _commit(name: str, revision: str | None) -> str | None:
         ModelUnavailableError: misspelt, gated, or a revision that is not there.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         meta = get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_SECONDS)
@@ -297,7 +283,9 @@ def _commit(name: str, revision: str | None) -> str | None:
     except RevisionNotFoundError as error:
         raise ModelUnavailableError(f"{name} has no revision {revision!r}.", "Check the spelling.") from error
     except EntryNotFoundError as error:
-        raise ModelUnavailableError(f"{name} is no model that can be loaded: it has no config.json.") from error
+        raise ModelUnavailableError(
+            f"{name} is no model that can be loaded: it has no config.json."
+        ) from error
     except Exception:  # every kind of network trouble; what is in the local cache may still do
         return None
     return meta.commit_hash

@@ -1,9 +1,9 @@
 """The Chat tab: a conversation that changes models, and the account of every change.
 
-Every action takes two steps. The first runs at once, outside the queue: it checks, notes what was asked for in the
-visitor's `Visit`, and shows that it was heard. The second waits for the models' turn, picks the note up (once: a
-double click finds nothing), does the work in a job thread, and streams. All computing, undo and clear included, happens
-in the second step, so a conversation is never touched by two threads.
+Every action takes two steps. The first runs at once, outside the queue: it checks, notes what was asked for
+in the visitor's `Visit`, and shows that it was heard. The second waits for the models' turn, picks the note up
+(once: a double click finds nothing), does the work in a job thread, and streams. All computing, undo and
+clear included, happens in the second step, so a conversation is never touched by two threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from workbench.ui.theme import ASSETS, html
 
 DOUBLE_CLICK_SECONDS = 0.8
 LOG_TEMPLATE = (
-    '<div class="kv-logbox"><div class="kv-log" role="log" aria-live="polite" aria-label="Conversation" tabindex="0"></div>'
+    '<div class="kv-logbox"><div class="kv-log" role="log" aria-live="polite" aria-label="Conversation" '
+    'tabindex="0"></div>'
     '<button type="button" class="kv-jump" hidden>↓ newest</button></div>'
 )
 STARTING = "Waiting for the model"
@@ -38,7 +39,7 @@ class ChatTab:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    # --- layout ------------------------------------------------------------------------------------------------------
+    # --- layout ---
 
     def build(self, key: gr.State) -> None:
         """Lays the tab out inside the current `gr.Blocks` and wires its events."""
@@ -63,26 +64,61 @@ class ChatTab:
                     elem_id="kv-message",
                     html_attributes=gr.InputHTMLAttributes(enterkeyhint="send"),
                 )
-                with gr.Row():
-                    self.send = gr.Button("Send", variant="primary", scale=2, min_width=90, elem_id="kv-send")
-                    self.stop = gr.Button("Stop", interactive=False, scale=1, min_width=70, elem_classes="kv-stop", elem_id="kv-stop")
-                    self.undo = gr.Button("Undo", scale=1, min_width=70, elem_id="kv-undo")
-                    self.retry = gr.Button("Retry", scale=1, min_width=70, elem_id="kv-retry")
-                    self.clear = gr.Button("Clear", scale=1, min_width=70, elem_id="kv-clear")
-                self.switch = gr.Button(view.switch_label("small"), elem_id="kv-switch", elem_classes="kv-switch kv-to-large")
+                with gr.Row(elem_classes="kv-actions"):
+                    self.send = gr.Button("Send", variant="primary", scale=2, min_width=50, elem_id="kv-send")
+                    self.stop = gr.Button(
+                        "Stop",
+                        interactive=False,
+                        scale=1,
+                        min_width=50,
+                        elem_classes="kv-stop",
+                        elem_id="kv-stop",
+                    )
+                    self.undo = gr.Button("Undo", scale=1, min_width=50, elem_id="kv-undo")
+                    self.retry = gr.Button("Retry", scale=1, min_width=50, elem_id="kv-retry")
+                    self.clear = gr.Button("Clear", scale=1, min_width=50, elem_id="kv-clear")
+                self.switch = gr.Button(
+                    view.switch_label("small"), elem_id="kv-switch", elem_classes="kv-switch kv-to-large"
+                )
             with gr.Column(scale=5, min_width=320):
                 self.account = html(view.account_panel(None), elem_id="kv-account")
-                self.measure = gr.Button("Measure the true prefill now", interactive=False, elem_id="kv-measure")
+                self.measure = gr.Button(
+                    "Measure the true prefill now", interactive=False, elem_id="kv-measure"
+                )
                 with gr.Accordion("Handoff settings", open=False):
-                    self.true_prefill = gr.Checkbox(False, label="Switch by true prefill instead", info="The new model reads everything again, for comparison.")
-                    self.measure_each = gr.Checkbox(
-                        False, label="Measure the true prefill after every switch", info="On a scratch cache; takes as long as the prefill takes."
+                    self.true_prefill = gr.Checkbox(
+                        False,
+                        label="Switch by true prefill instead",
+                        info="The new model reads everything again, for comparison.",
                     )
-                    self.recommended = gr.Checkbox(True, label="Anchors and hold-back as the mapper recommends")
-                    self.anchors = gr.Slider(0, 64, 4, step=1, label="Anchors", info="First tokens that the new model runs itself. They carry much of the attention.")
-                    self.hold_back = gr.Slider(1, 256, 16, step=1, label="Hold-back", info="Last tokens that the new model runs itself, on top of the mapped ones.")
+                    self.measure_each = gr.Checkbox(
+                        False,
+                        label="Measure the true prefill after every switch",
+                        info="On a scratch cache; takes as long as the prefill takes.",
+                    )
+                    self.recommended = gr.Checkbox(
+                        True, label="Anchors and hold-back as the mapper recommends"
+                    )
+                    self.anchors = gr.Slider(
+                        0,
+                        64,
+                        4,
+                        step=1,
+                        label="Anchors",
+                        info="First tokens that the new model runs itself. They carry much of the attention.",
+                    )
+                    self.hold_back = gr.Slider(
+                        1,
+                        256,
+                        16,
+                        step=1,
+                        label="Hold-back",
+                        info="Last tokens that the new model runs itself, on top of the mapped ones.",
+                    )
                 with gr.Accordion("Sampling", open=False):
-                    self.greedy = gr.Checkbox(True, label="Greedy", info="Always the most likely token; the same words every time.")
+                    self.greedy = gr.Checkbox(
+                        True, label="Greedy", info="Always the most likely token; the same words every time."
+                    )
                     self.temperature = gr.Slider(0.1, 2.0, 0.7, step=0.05, label="Temperature")
                     self.top_p = gr.Slider(0.05, 1.0, 0.95, step=0.05, label="Top-p")
                     self.max_tokens = gr.Slider(8, 1024, 256, step=8, label="Longest answer, in tokens")
@@ -91,16 +127,38 @@ class ChatTab:
 
     def _wire(self) -> None:
         settings = [
-            self.key, self.greedy, self.temperature, self.top_p, self.max_tokens, self.seed,
-            self.recommended, self.anchors, self.hold_back, self.measure_each,
-        ]  # fmt: skip
+            self.key,
+            self.greedy,
+            self.temperature,
+            self.top_p,
+            self.max_tokens,
+            self.seed,
+            self.recommended,
+            self.anchors,
+            self.hold_back,
+            self.measure_each,
+        ]
         shown = [
-            self.key, self.log, self.models, self.status, self.text, self.send, self.stop, self.undo, self.retry,
-            self.clear, self.switch, self.meter, self.account, self.measure,
-        ]  # fmt: skip
+            self.key,
+            self.log,
+            self.models,
+            self.status,
+            self.text,
+            self.send,
+            self.stop,
+            self.undo,
+            self.retry,
+            self.clear,
+            self.switch,
+            self.meter,
+            self.account,
+            self.measure,
+        ]
         api = {"api_visibility": self.engine.settings.api_visibility}
 
-        def action(trigger: Callable[..., Any], ask: Callable[..., Any], inputs: list[Any], name: str) -> None:
+        def action(
+            trigger: Callable[..., Any], ask: Callable[..., Any], inputs: list[Any], name: str
+        ) -> None:
             first = trigger(ask, inputs, shown, api_name=f"ask_{name}", **QUICK, **api)
             first.then(self.run, settings, shown, api_name=f"run_{name}", **MODEL, **api)
 
@@ -108,11 +166,16 @@ class ChatTab:
         action(self.text.submit, self.ask_send, [self.key, self.text], "submit")
         action(self.log.act, self.ask_act, [self.key], "act")
         action(self.switch.click, self.ask_switch, [self.key, self.switch, self.true_prefill], "switch")
-        for button, kind in ((self.undo, "undo"), (self.retry, "retry"), (self.clear, "clear"), (self.measure, "measure")):
+        for button, kind in (
+            (self.undo, "undo"),
+            (self.retry, "retry"),
+            (self.clear, "clear"),
+            (self.measure, "measure"),
+        ):
             action(button.click, self._asker(kind), [self.key], kind)
         self.stop.click(self.ask_stop, [self.key], [self.status], api_name="stop", **QUICK, **api)
 
-    # --- first step: at once, no model -------------------------------------------------------------------------------
+    # --- first step: at once, no model ---
 
     def ask_send(self, key: str | None, text: str) -> dict[Any, Any]:
         """Notes a message to send, or an edited one."""
@@ -124,12 +187,23 @@ class ChatTab:
             return self._refuse(key, visit, "The message is empty. Write something first.", "warn")
         limit = self.engine.settings.max_prompt_chars
         if len(text) > limit:
-            return self._refuse(key, visit, f"The message has {len(text):,} characters; at most {limit:,} are accepted.", "warn")
+            return self._refuse(
+                key,
+                visit,
+                f"The message has {len(text):,} characters; at most {limit:,} are accepted.",
+                "warn",
+            )
         kind = "send" if visit.editing is None else "edit"
         visit.pending = Request(kind, text=text, index=visit.editing if visit.editing is not None else -1)
         visit.editing = None
         shown = view.log_value(visit.chat, True, waiting=text)
-        return {self.key: key, self.log: shown, self.text: "", self.status: progress(STARTING), **self._buttons(visit, True)}
+        return {
+            self.key: key,
+            self.log: shown,
+            self.text: "",
+            self.status: progress(STARTING),
+            **self._buttons(visit, True),
+        }
 
     def ask_switch(self, key: str | None, label: str, true_prefill: bool) -> dict[Any, Any]:
         """Notes a switch to the side that the clicked button named."""
@@ -138,11 +212,17 @@ class ChatTab:
         side = visit.chat.side if visit.chat is not None else "small"
         again = time.monotonic() - visit.last_switch < DOUBLE_CLICK_SECONDS
         if visit.pending is not None or visit.busy:
-            return self._refuse(key, visit, "The model is still at work; switch when it has finished, or press Stop.")
+            return self._refuse(
+                key, visit, "The model is still at work; switch when it has finished, or press Stop."
+            )
         if again or to == side:
             return {self.key: key}
         visit.pending = Request("switch", to=to, how="prefill" if true_prefill else "mapped")
-        return {self.key: key, self.status: progress(f"Switching to the {to} model"), **self._buttons(visit, True)}
+        return {
+            self.key: key,
+            self.status: progress(f"Switching to the {to} model"),
+            **self._buttons(visit, True),
+        }
 
     def ask_act(self, key: str | None, event: gr.EventData) -> dict[Any, Any]:
         """A click inside the conversation: an example to send, or a message to edit."""
@@ -152,11 +232,21 @@ class ChatTab:
         key, visit = visit_of(self.engine, key)
         index = data.get("index")
         messages = visit.chat.messages if visit.chat is not None else []
-        if visit.busy or data.get("act") != "edit" or not isinstance(index, int) or not 0 <= index < len(messages):
+        if (
+            visit.busy
+            or data.get("act") != "edit"
+            or not isinstance(index, int)
+            or not 0 <= index < len(messages)
+        ):
             return {self.key: key}
         visit.editing = index
         text = "Editing an earlier message: sending it drops what came after. Undo cancels the edit."
-        return {self.key: key, self.text: messages[index].text, self.status: view.notice_view(text), self.send: gr.update(value="Send the edit")}
+        return {
+            self.key: key,
+            self.text: messages[index].text,
+            self.status: view.notice_view(text),
+            self.send: gr.update(value="Send the edit"),
+        }
 
     def _asker(self, kind: str) -> Callable[[str | None], dict[Any, Any]]:
         def ask(key: str | None) -> dict[Any, Any]:
@@ -169,7 +259,12 @@ class ChatTab:
             if visit.chat is None:
                 return self._refuse(key, visit, "There is nothing yet to do that with.")
             visit.pending = Request(kind)
-            words = {"undo": "Taking back", "retry": "Answering again", "clear": "Clearing", "measure": "Running a true prefill"}
+            words = {
+                "undo": "Taking back",
+                "retry": "Answering again",
+                "clear": "Clearing",
+                "measure": "Running a true prefill",
+            }
             return {self.key: key, self.status: progress(words[kind]), **self._buttons(visit, True)}
 
         ask.__name__ = f"ask_{kind}"
@@ -183,12 +278,21 @@ class ChatTab:
         visit.stop_all()
         return progress("Stopping")
 
-    # --- second step: in the models' lane ----------------------------------------------------------------------------
+    # --- second step: in the models' lane ---
 
     def run(
-        self, key: str | None, greedy: bool, temperature: float, top_p: float, max_tokens: float, seed: float,
-        recommended: bool, anchors: float, hold_back: float, measure_each: bool,
-    ) -> Generator[dict[Any, Any], None, None]:  # fmt: skip
+        self,
+        key: str | None,
+        greedy: bool,
+        temperature: float,
+        top_p: float,
+        max_tokens: float,
+        seed: float,
+        recommended: bool,
+        anchors: float,
+        hold_back: float,
+        measure_each: bool,
+    ) -> Generator[dict[Any, Any], None, None]:
         """Does what the first step noted, streaming; without a note it does nothing."""
         visit = self.engine.visits.get(key)
         if visit is None:
@@ -200,11 +304,21 @@ class ChatTab:
             visit.running = request
         try:
             sampling = {
-                "greedy": bool(greedy), "temperature": float(temperature), "top_p": float(top_p),
-                "max_new_tokens": int(max_tokens), "seed": int(seed or 0),
-            }  # fmt: skip
+                "greedy": bool(greedy),
+                "temperature": float(temperature),
+                "top_p": float(top_p),
+                "max_new_tokens": int(max_tokens),
+                "seed": int(seed or 0),
+            }
             handoff = (None, None) if recommended else (int(anchors), int(hold_back))
-            with closing(run_job(lambda post, stop: self._work(visit, request, sampling, handoff, measure_each, post, stop), request.stop)) as items:
+            with closing(
+                run_job(
+                    lambda post, stop: self._work(
+                        visit, request, sampling, handoff, measure_each, post, stop
+                    ),
+                    request.stop,
+                )
+            ) as items:
                 for item in items:
                     if item is None:
                         continue
@@ -219,10 +333,18 @@ class ChatTab:
             visit.running = None
 
     def _work(
-        self, visit: Visit, request: Request, sampling: dict[str, Any], handoff: tuple[int | None, int | None], measure_each: bool,
-        post: Callable[[Any], None], stop: StopFlag,
-    ) -> str | None:  # fmt: skip
-        """The work itself, in the job thread. Posts (text, done, total) for progress, True when an answer has grown.
+        self,
+        visit: Visit,
+        request: Request,
+        sampling: dict[str, Any],
+        handoff: tuple[int | None, int | None],
+        measure_each: bool,
+        post: Callable[[Any], None],
+        stop: StopFlag,
+    ) -> str | None:
+        """The work itself, in the job thread.
+
+        Posts (text, done, total) for progress, True when an answer has grown.
 
         Returns:
             Text to put back into the message box, of an undo.
@@ -270,7 +392,7 @@ class ChatTab:
                     post(True)  # the page is drawn from the conversation itself
         return None
 
-    # --- what is shown -----------------------------------------------------------------------------------------------
+    # --- what is shown ---
 
     def _after(self, visit: Visit, request: Request, done: Done) -> dict[Any, Any]:
         """The whole tab after a step, with one sentence when it failed."""
@@ -305,7 +427,10 @@ class ChatTab:
         loaded = self.engine.look(visit).loaded
         if "small" in loaded:
             return "The small model is loaded, so the first message is answered at once."
-        return "The first message loads the small model and the first switch the large one; each takes some seconds, with progress."
+        return (
+            "The first message loads the small model and the first switch the large one; "
+            "each takes some seconds, with progress."
+        )
 
     def _buttons(self, visit: Visit, busy: bool) -> dict[Any, Any]:
         chat = visit.chat
@@ -319,7 +444,9 @@ class ChatTab:
             self.retry: gr.update(interactive=not busy and some),
             self.clear: gr.update(interactive=not busy and chat is not None),
             self.switch: gr.update(
-                interactive=not busy, value=view.switch_label(side), elem_classes=["kv-switch", f"kv-to-{view.other(side)}"]
+                interactive=not busy,
+                value=view.switch_label(side),
+                elem_classes=["kv-switch", f"kv-to-{view.other(side)}"],
             ),
             self.measure: gr.update(interactive=can_measure),
         }

@@ -1,4 +1,4 @@
-"""A conversation as what the page shows: messages with badges, the dividers of switches, the account, the two models.
+"""A conversation as what the page shows: messages with badges, dividers of switches, the account, the models.
 
 Pure functions of a `Conversation`; the handlers in `chat.py` send their results to the components.
 """
@@ -35,13 +35,26 @@ def log_value(chat: Any, busy: bool, waiting: str = "", loads: str = "") -> dict
     items: list[dict[str, Any]] = []
     last = len(messages) - 1
     for index, message in enumerate(messages):
-        if message.account is not None:
-            items.append({"id": f"s{index}", "note": divider(message.account, message.side)})
-        items.append(message_item(index, message, growing=busy and index == last and message.role == "assistant"))
+        answer = messages[index + 1] if message.role == "user" and index < last else None
+        if (
+            answer is not None and answer.account is not None
+        ):  # the switch came before the question that it answers
+            items.append({"id": f"s{index}", "note": divider(answer.account, answer.side)})
+        items.append(
+            message_item(index, message, growing=busy and index == last and message.role == "assistant")
+        )
     if chat is not None and chat.accounts and not busy and open_account(chat) is not None:
         items.append({"id": "s-last", "note": divider(chat.accounts[-1], chat.side)})
     if waiting:
-        items.append({"id": "w", "cls": "kv-user", "head": '<span class="kv-who">You</span>', "text": waiting, "foot": "waiting for the model"})
+        items.append(
+            {
+                "id": "w",
+                "cls": "kv-user",
+                "head": '<span class="kv-who">You</span>',
+                "text": waiting,
+                "foot": "waiting for the model",
+            }
+        )
     return {"items": items, "busy": busy, "empty": empty_view(loads)}
 
 
@@ -54,10 +67,25 @@ def open_account(chat: Any) -> Any:
 def message_item(index: int, message: Any, growing: bool) -> dict[str, Any]:
     """One message: who and how in the head, the literal text, actions and numbers in the foot."""
     if message.role == "user":
-        edit = f'<button type="button" class="kv-link" data-act="edit" data-index="{index}" aria-label="Edit message {index + 1}">Edit</button>'
-        return {"id": f"u{index}", "cls": "kv-user", "head": '<span class="kv-who">You</span>', "text": message.text, "foot": edit}
+        edit = (
+            f'<button type="button" class="kv-link" data-act="edit" data-index="{index}" '
+            f'aria-label="Edit message {index + 1}">Edit</button>'
+        )
+        return {
+            "id": f"u{index}",
+            "cls": "kv-user",
+            "head": '<span class="kv-who">You</span>',
+            "text": message.text,
+            "foot": edit,
+        }
     if message.role != "assistant":
-        return {"id": f"y{index}", "cls": "", "head": f'<span class="kv-who">{esc(message.role)}</span>', "text": message.text, "foot": ""}
+        return {
+            "id": f"y{index}",
+            "cls": "",
+            "head": f'<span class="kv-who">{esc(message.role)}</span>',
+            "text": message.text,
+            "foot": "",
+        }
     head = f"{side_badge(message.side, message.model)} {how_badge(message.how)}"
     facts = [f"{number(len(message.token_ids))} tokens"]
     if message.tokens_per_second and not growing:
@@ -69,7 +97,11 @@ def message_item(index: int, message: Any, growing: bool) -> dict[str, Any]:
         facts.append("<b>stopped</b>")
     if message.notice:
         facts.append(esc(message.notice))
-    copy = "" if growing else '<button type="button" class="kv-link" data-act="copy" aria-label="Copy this answer">Copy</button>'
+    copy = (
+        ""
+        if growing
+        else '<button type="button" class="kv-link" data-act="copy" aria-label="Copy answer">Copy</button>'
+    )
     foot = f"<span>{' · '.join(facts)}</span>{copy}"
     cls = f"kv-by-{message.side or 'none'}" + (" kv-live" if growing else "")
     return {"id": f"a{index}", "cls": cls, "head": head, "text": message.text, "foot": foot}
@@ -86,22 +118,28 @@ def divider(account: Any, side: str | None) -> str:
         if account.reused:
             detail += f", {number(account.reused)} already there"
     else:
-        detail = f"{'fallback: ' if account.how == 'fallback' else ''}{number(account.native)} tokens read again"
+        detail = (
+            f"{'fallback: ' if account.how == 'fallback' else ''}{number(account.native)} tokens read again"
+        )
     return f"<span>switched to {to} · {detail} · {total}</span>"
 
 
 def empty_view(loads: str) -> str:
     """What the page says before the first message."""
     examples = "".join(
-        f'<button type="button" class="kv-example" data-act="example" data-text="{esc(text)}">{esc(text)}</button>' for text in EXAMPLES
+        '<button type="button" class="kv-example" data-act="example" '
+        f'data-text="{esc(text)}">{esc(text)}</button>'
+        for text in EXAMPLES
     )
     return (
         "<h2>Start with one model, carry on with the other</h2>"
         f"<ol><li>Chat with the small model {side_badge('small')}.</li>"
-        f"<li>Press <b>Switch</b>, whenever you like. Its {term('KV cache')} is {term('mapped')} to the large model {side_badge('large')}, "
+        f"<li>Press <b>Switch</b>, whenever you like. Its {term('KV cache')} is {term('mapped')} to the "
+        f"large model {side_badge('large')}, "
         "which does not have to read the conversation again.</li>"
         "<li>Look at the account: what was carried over, how long it took, what it saved.</li></ol>"
-        f'<p class="kv-note">{esc(loads)}</p><p class="kv-note" style="margin-bottom:8px">Try one of these, or write your own:</p>'
+        f'<p class="kv-note">{esc(loads)}</p><p class="kv-note" style="margin-bottom:8px">Try one of these, '
+        "or write your own:</p>"
         f'<div class="kv-examples">{examples}</div>'
     )
 
@@ -113,7 +151,9 @@ def models_view(names: dict[str, str], details: dict[str, str], side: str) -> st
         on = each == side
         now = '<span class="kv-now">answers now</span>' if on else ""
         cards.append(
-            f'<div class="kv-model kv-{each}{" kv-on" if on else ""}">{now}{side_badge(each, names.get(each))}<p>{esc(details.get(each, ""))}</p></div>'
+            '<div class="kv-model '
+            f'kv-{each}{" kv-on" if on else ""}">{now}{side_badge(each, names.get(each))}'
+            f"<p>{esc(details.get(each, ''))}</p></div>"
         )
     return f'<div class="kv-models">{"".join(cards)}</div>'
 
@@ -122,8 +162,10 @@ def account_panel(chat: Any) -> str:
     """The account of the last switch, or what will stand here."""
     if chat is None or not chat.accounts:
         return (
-            '<section class="kv-panel"><h3>Account of the last switch</h3><p class="kv-note">No switch yet. After one, this says how many tokens were '
-            f"{term('mapped')}, how many were run {term('native', 'natively')}, how long each part took, and what a true {term('prefill')} would have cost.</p></section>"
+            '<section class="kv-panel"><h3>Account of the last switch</h3><p class="kv-note">No switch yet. '
+            "After one, this says how many tokens were "
+            f"{term('mapped')}, how many were run {term('native', 'natively')}, how long each part took, "
+            f"and what a true {term('prefill')} would have cost.</p></section>"
         )
     account = chat.accounts[-1]
     saved, exact, counted = 0.0, True, 0
@@ -145,8 +187,8 @@ def meter_view(chat: Any) -> str:
 
 
 def switch_label(side: str) -> str:
-    """The label of the switch button; it is also what a click sends, so a late second click changes nothing."""
-    return "Switch to the large model →" if side == "small" else "← Switch back to the small model"
+    """The label of the switch button; a click sends it, so a late second click changes nothing."""
+    return "Switch to the large model →" if side == "small" else "← Switch to the small model"
 
 
 def switch_target(label: str) -> str:

@@ -32,7 +32,7 @@ EMBEDDED = {  # known without reading anything
 
 @dataclass(frozen=True)
 class Look:
-    """A pair as the page shows it: its reference, and per side a name, a detail, and whether it is in memory."""
+    """A pair as the page shows it: its reference; per side a name, a detail, and whether it is in memory."""
 
     ref: Any
     names: dict[str, str]
@@ -79,7 +79,10 @@ class Engine:
             if host is not None and host.is_loaded(side):
                 model = host.model(side)
                 names[side] = model.name
-                details[side] = f"loaded · {model.spec.layers} layers, {model.spec.kv_heads} KV heads of {model.spec.head_dim}"
+                details[side] = (
+                    f"loaded · {model.spec.layers} layers, {model.spec.kv_heads} KV heads of "
+                    f"{model.spec.head_dim}"
+                )
                 loaded.add(side)
             elif ref.name == "embedded":
                 names[side], details[side] = EMBEDDED[side]
@@ -150,4 +153,7 @@ class Engine:
             log.warning("out of memory: %s", error)
             return "There was not enough memory for this; try a shorter context or a smaller model."
         log.error("unexpected %s", type(error).__name__, exc_info=error)
-        return f"Something went wrong inside the program ({type(error).__name__}); the log has the details. You can go on."
+        return (
+            f"Something went wrong inside the program ({type(error).__name__}); the log has the details. "
+            "You can go on."
+        )

@@ -32,51 +32,137 @@ class FitTab:
         public = self.engine.settings.public
         with gr.Tab("Fit", id="fit") as tab:
             html(
-                '<div class="kv-intro"><p>A mapper belongs to exactly one pair and one direction. Fitting one needs no training: both models read some text, '
-                f"and a linear map is solved in closed form. Then the {term('gate')} is checked and the mapper is saved on this machine.</p></div>"
+                '<div class="kv-intro"><p>A mapper belongs to exactly one pair and one direction. Fitting '
+                "one needs no training: both models read some text, "
+                f"and a linear map is solved in closed form. Then the {term('gate')} is checked and the "
+                "mapper is saved on this machine.</p></div>"
             )
             with gr.Row():
                 with gr.Column(scale=6, min_width=320):
-                    choices = [(ref.title, name) for name, ref in pairs.items()] + ([] if public else [(TYPED, TYPED)])
-                    self.pair = gr.Dropdown(choices, value=next(iter(pairs)), label="Pair", elem_id="kv-fit-pair", interactive=True)
+                    choices = [(ref.title, name) for name, ref in pairs.items()] + (
+                        [] if public else [(TYPED, TYPED)]
+                    )
+                    self.pair = gr.Dropdown(
+                        choices,
+                        value=next(iter(pairs)),
+                        label="Pair",
+                        elem_id="kv-fit-pair",
+                        interactive=True,
+                    )
                     with gr.Row(visible=False) as self.own:
-                        self.small = gr.Textbox(label="Small model", placeholder="owner/name@revision, a folder, or a GGUF file", elem_id="kv-fit-small")
-                        self.large = gr.Textbox(label="Large model", placeholder="owner/name@revision, a folder, or a GGUF file", elem_id="kv-fit-large")
+                        self.small = gr.Textbox(
+                            label="Small model",
+                            placeholder="owner/name@revision, a folder, or a GGUF file",
+                            elem_id="kv-fit-small",
+                        )
+                        self.large = gr.Textbox(
+                            label="Large model",
+                            placeholder="owner/name@revision, a folder, or a GGUF file",
+                            elem_id="kv-fit-large",
+                        )
                     with gr.Row():
                         self.check = gr.Button("Check this pair", elem_id="kv-fit-check")
                     self.verdict = html("", elem_id="kv-fit-verdict")
                 with gr.Column(scale=5, min_width=300):
-                    self.direction = gr.Radio([(ARROWS["up"], "up"), (ARROWS["down"], "down")], value="up", label="Direction", elem_id="kv-fit-direction")
-                    self.sequences = gr.Slider(8, 256, 16 if not public else 8, step=8, label="Sequences of text", elem_id="kv-fit-sequences")
-                    self.length = gr.Slider(64, 1024, 256, step=64, label="Tokens a sequence", elem_id="kv-fit-length")
+                    self.direction = gr.Radio(
+                        [(ARROWS["up"], "up"), (ARROWS["down"], "down")],
+                        value="up",
+                        label="Direction",
+                        elem_id="kv-fit-direction",
+                    )
+                    self.sequences = gr.Slider(
+                        8,
+                        256,
+                        16 if not public else 8,
+                        step=8,
+                        label="Sequences of text",
+                        elem_id="kv-fit-sequences",
+                    )
+                    self.length = gr.Slider(
+                        64, 1024, 256, step=64, label="Tokens a sequence", elem_id="kv-fit-length"
+                    )
                     with gr.Accordion("More", open=False):
-                        self.top_k = gr.Number(6, label="Source layers a target layer (0: all)", precision=0, minimum=0, maximum=128)
+                        self.top_k = gr.Number(
+                            6,
+                            label="Source layers a target layer (0: all)",
+                            precision=0,
+                            minimum=0,
+                            maximum=128,
+                        )
                         self.ridge = gr.Number(0.01, label="Ridge strength", minimum=1e-6, maximum=10)
-                        self.anchors = gr.Slider(0, 64, 4, step=1, label="Anchors", info="First tokens, left out of the fit and run natively later")
+                        self.anchors = gr.Slider(
+                            0,
+                            64,
+                            4,
+                            step=1,
+                            label="Anchors",
+                            info="First tokens, left out of the fit and run natively later",
+                        )
                         self.hold_back = gr.Slider(1, 256, 16, step=1, label="Hold-back")
                         self.files = gr.File(
-                            label="Own calibration text (.txt; else the built-in one)", file_count="multiple", file_types=[".txt"], visible=not public
+                            label="Own calibration text (.txt; else the built-in one)",
+                            file_count="multiple",
+                            file_types=[".txt"],
+                            visible=not public,
                         )
             with gr.Row():
                 self.run = gr.Button("Fit a mapper", variant="primary", scale=3, elem_id="kv-fit-run")
-                self.stop = gr.Button("Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-fit-stop")
+                self.stop = gr.Button(
+                    "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-fit-stop"
+                )
             self.status = html("", elem_id="kv-fit-status")
             self.report = html("", elem_id="kv-fit-report")
             self.use = gr.Button("Use this pair in the chat", elem_id="kv-fit-use")
         api = {"api_visibility": self.engine.settings.api_visibility}
         chosen = [self.pair, self.small, self.large]
         tab.select(self.told, [*chosen], [self.verdict], api_name="open_fit", **QUICK, **api)
-        self.pair.change(self.choose, chosen, [self.own, self.verdict], api_name="choose_pair", **QUICK, **api)
-        self.check.click(self.told_fetching, chosen, [self.verdict], api_name="check_pair", concurrency_limit=2, show_progress="minimal", **api)
-        options = [self.direction, self.sequences, self.length, self.top_k, self.ridge, self.anchors, self.hold_back, self.files]
-        wire_job(self.engine, key, self.run, self.stop, self.status, self.fit, [key, *chosen, *options], [self.status, self.report], "fit")
+        self.pair.change(
+            self.choose, chosen, [self.own, self.verdict], api_name="choose_pair", **QUICK, **api
+        )
+        self.check.click(
+            self.told_fetching,
+            chosen,
+            [self.verdict],
+            api_name="check_pair",
+            concurrency_limit=2,
+            show_progress="minimal",
+            **api,
+        )
+        options = [
+            self.direction,
+            self.sequences,
+            self.length,
+            self.top_k,
+            self.ridge,
+            self.anchors,
+            self.hold_back,
+            self.files,
+        ]
+        wire_job(
+            self.engine,
+            key,
+            self.run,
+            self.stop,
+            self.status,
+            self.fit,
+            [key, *chosen, *options],
+            [self.status, self.report],
+            "fit",
+        )
         return tab
 
     def wire_use(self, key: gr.State, chat: Any, shown: list[Any]) -> None:
         """Lets "Use this pair" change the chat tab; called once both tabs exist."""
         self.chat = chat
         api = {"api_visibility": self.engine.settings.api_visibility}
-        self.use.click(self.use_pair, [key, self.pair, self.small, self.large], [self.status, *shown], api_name="use_pair", **QUICK, **api)
+        self.use.click(
+            self.use_pair,
+            [key, self.pair, self.small, self.large],
+            [self.status, *shown],
+            api_name="use_pair",
+            **QUICK,
+            **api,
+        )
 
     def _pairs(self) -> dict[str, Any]:
         from workbench.models.catalog import PAIRS
@@ -108,7 +194,10 @@ class FitTab:
     def choose(self, pair: str, small: str, large: str) -> dict[Any, Any]:
         """A pair was chosen: shows the fields for typed models, or the verdict."""
         typed = pair == TYPED
-        return {self.own: gr.update(visible=typed), self.verdict: "" if typed else self.told(pair, small, large)}
+        return {
+            self.own: gr.update(visible=typed),
+            self.verdict: "" if typed else self.told(pair, small, large),
+        }
 
     def told(self, pair: str, small: str, large: str) -> str:
         """Compatibility from what is on this machine, without the network."""
@@ -145,17 +234,36 @@ class FitTab:
         rows = [
             (label, *(esc(str(getattr(specs[side], attribute))) for side in ("small", "large")))
             for label, attribute in (
-                ("family", "family"), ("layers", "layers"), ("KV heads", "kv_heads"), ("head size", "head_dim"), ("longest context", "max_positions"),
+                ("family", "family"),
+                ("layers", "layers"),
+                ("KV heads", "kv_heads"),
+                ("head size", "head_dim"),
+                ("longest context", "max_positions"),
             )
             if specs["small"] is not None and specs["large"] is not None
-        ]  # fmt: skip
-        text = "These two can be paired. " + (f"Mappers are there for {' and '.join(have)}." if have else "There is no mapper yet: fit one below.")
+        ]
+        text = "These two can be paired. " + (
+            f"Mappers are there for {' and '.join(have)}."
+            if have
+            else "There is no mapper yet: fit one below."
+        )
         return notice(text) + (table(["", "small", "large"], rows) if rows else "")
 
     def fit(
-        self, key: str | None, pair: str, small: str, large: str, direction: str, sequences: float, length: float,
-        top_k: float, ridge: float, anchors: float, hold_back: float, files: list[str] | None,
-    ) -> Generator[dict[Any, Any], None, None]:  # fmt: skip
+        self,
+        key: str | None,
+        pair: str,
+        small: str,
+        large: str,
+        direction: str,
+        sequences: float,
+        length: float,
+        top_k: float,
+        ridge: float,
+        anchors: float,
+        hold_back: float,
+        files: list[str] | None,
+    ) -> Generator[dict[Any, Any], None, None]:
         """Loads, checks the gate, fits, saves; the page shows how far it is."""
         _, visit = visit_of(self.engine, key)
         settings = self.engine.settings
@@ -164,15 +272,30 @@ class FitTab:
             return
         tokens = int(sequences) * int(length)
         if settings.public and tokens > settings.max_public_fit_tokens:
-            yield {self.status: notice(f"On this public page a fit may read {settings.max_public_fit_tokens:,} tokens; this one asks for {tokens:,}.", "warn")}
+            yield {
+                self.status: notice(
+                    f"On this public page a fit may read {settings.max_public_fit_tokens:,} tokens; "
+                    f"this one asks for {tokens:,}.",
+                    "warn",
+                )
+            }
             return
         stop = take_flag(visit)
 
         def work(post: Callable[[Any], None], should_stop: Callable[[], bool]) -> Any:
             return self._fit(
-                self._ref(pair, small, large), direction, int(sequences), int(length), int(top_k or 0), float(ridge or 0), int(anchors),
-                int(hold_back), [] if settings.public else list(files or []), post, should_stop,
-            )  # fmt: skip
+                self._ref(pair, small, large),
+                direction,
+                int(sequences),
+                int(length),
+                int(top_k or 0),
+                float(ridge or 0),
+                int(anchors),
+                int(hold_back),
+                [] if settings.public else list(files or []),
+                post,
+                should_stop,
+            )
 
         yield {self.status: progress("Waiting for the model"), self.report: ""}
         try:
@@ -186,18 +309,43 @@ class FitTab:
                         host, gate, report = item.result
                         for kind in ("heads", "latency", "quality", "compare"):
                             visit.results.pop((host.pair.name, direction, kind), None)
-                        yield {self.status: notice(f"Fitted, checked and saved for {host.pair.title}, {ARROWS[direction]}."), self.report: report_view(gate, report)}
+                        yield {
+                            self.status: notice(
+                                f"Fitted, checked and saved for {host.pair.title}, {ARROWS[direction]}."
+                            ),
+                            self.report: report_view(gate, report),
+                        }
                     elif isinstance(item.error, Cancelled):
-                        yield {self.status: notice("Stopped; what was saved before is untouched. The same fit goes on from here next time.")}
+                        yield {
+                            self.status: notice(
+                                "Stopped; what was saved before is untouched. The same fit goes on from "
+                                "here next time."
+                            )
+                        }
                     else:
-                        yield {self.status: notice(self.engine.sentence(item.error), "warn" if isinstance(item.error, InputError) else "error")}
+                        yield {
+                            self.status: notice(
+                                self.engine.sentence(item.error),
+                                "warn" if isinstance(item.error, InputError) else "error",
+                            )
+                        }
         finally:
             visit.job_stop = None
 
     def _fit(
-        self, ref: Any, direction: str, sequences: int, length: int, top_k: int, ridge: float, anchors: int, hold_back: int,
-        files: list[str], post: Callable[[Any], None], should_stop: Callable[[], bool],
-    ) -> Any:  # fmt: skip
+        self,
+        ref: Any,
+        direction: str,
+        sequences: int,
+        length: int,
+        top_k: int,
+        ridge: float,
+        anchors: int,
+        hold_back: int,
+        files: list[str],
+        post: Callable[[Any], None],
+        should_stop: Callable[[], bool],
+    ) -> Any:
         """The work in the job thread; returns (host, gate, report)."""
         from workbench.chat.handoff import gate
         from workbench.commands.fit import check_writable
@@ -207,8 +355,13 @@ class FitTab:
         from workbench.models.catalog import own_artefact_folder
 
         options = FitOptions(
-            sequences=sequences, length=length, top_k=top_k or 10**6, ridge=ridge, anchors=anchors, hold_back=hold_back
-        )  # fmt: skip
+            sequences=sequences,
+            length=length,
+            top_k=top_k or 10**6,
+            ridge=ridge,
+            anchors=anchors,
+            hold_back=hold_back,
+        )
 
         def tell(share: float, text: str) -> None:
             if should_stop():
@@ -218,7 +371,9 @@ class FitTab:
         host = self.engine.host_for(ref)
         out = own_artefact_folder(ref, direction)
         check_writable(out)
-        documents = corpus.read_files([Path(name) for name in files]) if files else corpus.documents("calibration")
+        documents = (
+            corpus.read_files([Path(name) for name in files]) if files else corpus.documents("calibration")
+        )
         texts = [document.text for document in documents]
         name = "own text" if files else "built-in calibration text"
         with self.engine.model_lane(should_stop):
@@ -229,12 +384,21 @@ class FitTab:
                 passed = gate(target, cut_sequences(target.tokenizer, texts, options)[0][:64])
                 if not passed.ok:
                     raise WorkbenchError(
-                        f"{target.name} does not pass the gate: its own cache through the handoff path changes its log-probabilities by up to {passed.max_abs_error:.3g}."
+                        f"{target.name} does not pass the gate: its own cache through the handoff path "
+                        f"changes its log-probabilities by up to {passed.max_abs_error:.3g}."
                     )
                 mapper, manifest, report = fit(
-                    source, target, texts, options, direction=direction, calibration=name, progress=tell, should_stop=should_stop,
-                    state_file=out.parent / f".{out.name}.fit.safetensors", resume=True,
-                )  # fmt: skip
+                    source,
+                    target,
+                    texts,
+                    options,
+                    direction=direction,
+                    calibration=name,
+                    progress=tell,
+                    should_stop=should_stop,
+                    state_file=out.parent / f".{out.name}.fit.safetensors",
+                    resume=True,
+                )
                 tell(1.0, "Saving")
                 save(out, mapper, manifest)
                 host.forget_mapper(direction)
@@ -251,19 +415,28 @@ class FitTab:
             return {self.status: notice(str(error), "warn")}
         if host is not visit.host:
             visit.host, visit.chat = host, None
-        return {self.status: notice(f"The Chat tab now uses {host.pair.title}."), **self.chat.everything(visit)}
+        return {
+            self.status: notice(f"The Chat tab now uses {host.pair.title}."),
+            **self.chat.everything(visit),
+        }
 
 
 def report_view(gate: Any, report: Any) -> str:
     """What the fit found, with its warning."""
     rows = [
-        (f"{term('gate')}", f"passed, largest difference {number(gate.max_abs_error, 6)} on {gate.tokens} tokens"),
+        (
+            f"{term('gate')}",
+            f"passed, largest difference {number(gate.max_abs_error, 6)} on {gate.tokens} tokens",
+        ),
         (f"{term('R²')} of keys, {term('held out')}", number(report.r2_k)),
         (f"{term('R²')} of values, {term('held out')}", number(report.r2_v)),
         ("tokens fitted on", number(report.tokens)),
         ("tokens held out", number(report.heldout_tokens)),
         (f"parameters per output ({term('p/n')})", f"{number(report.features)} ({number(report.p_over_n)})"),
-        ("time", f"{report.seconds.get('capture', 0):.1f} s reading, {report.seconds.get('solve', 0):.1f} s solving"),
+        (
+            "time",
+            f"{report.seconds['capture']:.1f} s reading, {report.seconds['solve']:.1f} s solving",
+        ),
         ("peak memory of the server", f"{number(round(report.peak_rss_mb))} MB"),
     ]
     warning = notice(report.warning, "warn") if report.warning else ""

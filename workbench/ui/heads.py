@@ -29,40 +29,72 @@ class HeadsTab:
         choices = [(metric.title, name) for name, metric in METRICS.items()]
         with gr.Tab("Heads", id="heads") as tab:
             html(
-                f'<div class="kv-intro"><p>Which heads survive the mapping? One cell per layer and head of the target, on text that is {term("held out")}. '
+                '<div class="kv-intro"><p>Which heads survive the mapping? One cell per layer and head of '
+                f"the target, on text that is {term('held out')}. "
                 "Choose a cell (arrow keys work) to see all its numbers.</p></div>"
             )
             with gr.Row(equal_height=True):
-                self.direction = gr.Radio([(ARROWS["up"], "up"), (ARROWS["down"], "down")], value="up", label="Direction", elem_id="kv-heads-direction")
+                self.direction = gr.Radio(
+                    [(ARROWS["up"], "up"), (ARROWS["down"], "down")],
+                    value="up",
+                    label="Direction",
+                    elem_id="kv-heads-direction",
+                )
                 self.metric = gr.Dropdown(choices, value="r2_k", label="Metric", elem_id="kv-heads-metric")
                 self.texts = gr.Slider(1, 24, 4, step=1, label="Texts to measure on", info="512 tokens each")
+            with gr.Row():
+                self.run = gr.Button("Measure here", scale=3, elem_id="kv-heads-run")
+                self.stop = gr.Button(
+                    "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-heads-stop"
+                )
+            self.status = html("", elem_id="kv-heads-status")
             self.meaning = html("", elem_id="kv-heads-meaning")
             self.grid = html(
-                None, html_template=GRID, js_on_load=(ASSETS / "heads_grid.js").read_text(encoding="utf-8"), elem_id="kv-heads-grid"
+                None,
+                html_template=GRID,
+                js_on_load=(ASSETS / "heads_grid.js").read_text(encoding="utf-8"),
+                elem_id="kv-heads-grid",
             )
             self.scale = html("")
             self.origin = html("", elem_id="kv-heads-origin")
             self.head = html("", elem_id="kv-heads-panel")
-            with gr.Row():
-                self.run = gr.Button("Measure here", scale=3, elem_id="kv-heads-run")
-                self.stop = gr.Button("Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-heads-stop")
-            self.status = html("", elem_id="kv-heads-status")
         api = {"api_visibility": self.engine.settings.api_visibility}
         shown = [self.meaning, self.grid, self.scale, self.origin, self.head, self.status]
         for event in (tab.select, self.direction.change, self.metric.change):
             event(self.open, [key, self.direction, self.metric], shown, api_name="open_heads", **QUICK, **api)
-        self.grid.cell(self.pick, [key, self.direction, self.metric], [self.head], api_name="pick_head", **QUICK, **api)
-        wire_job(self.engine, key, self.run, self.stop, self.status, self.measure, [key, self.direction, self.metric, self.texts], shown, "measure_heads")
+        self.grid.cell(
+            self.pick, [key, self.direction, self.metric], [self.head], api_name="pick_head", **QUICK, **api
+        )
+        wire_job(
+            self.engine,
+            key,
+            self.run,
+            self.stop,
+            self.status,
+            self.measure,
+            [key, self.direction, self.metric, self.texts],
+            shown,
+            "measure_heads",
+        )
         return tab
 
     def open(self, key: str | None, direction: str, metric: str) -> dict[Any, Any]:
         """The saved map of a metric."""
         result, why = saved(self.engine, key, direction, "heads")
         if result is None:
-            return {self.meaning: "", self.grid: None, self.scale: "", self.origin: "", self.head: "", self.status: notice(why)}
+            return {
+                self.meaning: "",
+                self.grid: None,
+                self.scale: "",
+                self.origin: "",
+                self.head: "",
+                self.status: notice(why),
+            }
         return {**self.show(key, result, direction, metric), self.status: ""}
 
-    def measure(self, key: str | None, direction: str, metric: str, texts: float) -> Generator[dict[Any, Any], None, None]:
+    def measure(
+        self, key: str | None, direction: str, metric: str, texts: float
+    ) -> Generator[dict[Any, Any], None, None]:
         """Measures all metrics here, with progress."""
 
         def start(host: Any, should_stop: Any) -> Iterator[Any]:
@@ -81,7 +113,13 @@ class HeadsTab:
         from workbench.lab.results import METRICS
 
         if metric not in result.metrics:
-            return {self.meaning: notice(f"{METRICS[metric].title} was not measured for this result; measure it here."), self.grid: None, self.head: ""}
+            return {
+                self.meaning: notice(
+                    f"{METRICS[metric].title} was not measured for this result; measure it here."
+                ),
+                self.grid: None,
+                self.head: "",
+            }
         kind = METRICS[metric]
         pick = result.worst(metric)
         return {
@@ -106,7 +144,9 @@ class HeadsTab:
             return notice("There is no such head.")
         return self._panel(key, result, direction, metric, (layer, head))
 
-    def _panel(self, key: str | None, result: Any, direction: str, metric: str, pick: tuple[int, int] | None) -> str:
+    def _panel(
+        self, key: str | None, result: Any, direction: str, metric: str, pick: tuple[int, int] | None
+    ) -> str:
         if pick is None:
             return ""
         _, visit = visit_of(self.engine, key)
@@ -114,7 +154,7 @@ class HeadsTab:
 
 
 def source_layers(host: Any, direction: str, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Source layers that the mapper reads for one target layer, for keys and for values; None without a mapper."""
+    """Source layers that the mapper reads for a target layer: keys, values; None without a mapper."""
     import json
 
     try:
@@ -149,7 +189,10 @@ def scale_view(kind: Any) -> str:
     """The colour scale: bright is good, on a fixed range."""
     low, high = (2.0**kind.low, 2.0**kind.high) if kind.log else (kind.low, kind.high)
     worst, best = (low, high) if kind.better == "high" else (high, low)
-    return f'<div class="kv-scale"><span>{worst:g}</span><i aria-hidden="true"></i><span>{best:g} {esc(kind.unit)}</span><span>bright is better</span></div>'
+    return (
+        f'<div class="kv-scale"><span>{worst:g}</span><i aria-hidden="true"></i>'
+        f"<span>{best:g} {esc(kind.unit)}</span><span>bright is better</span></div>"
+    )
 
 
 def summary(result: Any, metric: str) -> str:
@@ -166,9 +209,11 @@ def summary(result: Any, metric: str) -> str:
     by_layer = np.nanmean(values, axis=1)
     at = int(np.nanargmin(by_layer) if kind.better == "high" else np.nanargmax(by_layer))
     return (
-        f"Mean over all heads {number(float(np.nanmean(values)))}; weakest head: layer {worst[0]}, head {worst[1]} "
+        f"Mean over all heads {number(float(np.nanmean(values)))}; weakest head: layer {worst[0]}, head "
+        f"{worst[1]} "
         f"({number(float(values[worst]))}); weakest layer on average: {at} ({number(float(by_layer[at]))}). "
-        f"{number(result.tokens)} tokens, {number(result.features)} parameters per output; the first {result.anchors} tokens of each text are run natively and left out."
+        f"{number(result.tokens)} tokens, {number(result.features)} parameters per output; the first "
+        f"{result.anchors} tokens of each text are run natively and left out."
     )
 
 
@@ -188,16 +233,24 @@ def head_view(result: Any, metric: str, layer: int, head: int, sources: Any) -> 
         if kind.per == "kv":
             shown = number(float(values[kv]))
         else:
-            shown = " &nbsp; ".join(f"{'<b>' if per == 'query' and q == head else ''}{number(float(values[q]))}{'</b>' if per == 'query' and q == head else ''}" for q in queries)
+            cells = {q: number(float(values[q])) for q in queries}
+            if per == "query":
+                cells[head] = f"<b>{cells[head]}</b>"
+            shown = " &nbsp; ".join(cells.values())
         rows.append((esc(kind.title), shown, f"{number(float(_mean(result.metrics[name][layer])))}"))
     title = f"Layer {layer}, KV head {kv}"
     which = f" (query head{'s' if group > 1 else ''} {queries[0]}{f'–{queries[-1]}' if group > 1 else ''})"
     source = ""
     if sources is not None:
         keys, values = (", ".join(map(str, sorted(each))) for each in sources)
-        source = f'<p class="kv-note">Mapped from source layers {esc(keys)} (keys) and {esc(values)} (values).</p>'
+        source = (
+            f'<p class="kv-note">Mapped from source layers {esc(keys)} (keys) and {esc(values)} (values).</p>'
+        )
     body = table(["Metric", "this head", "mean of the layer"], rows)
-    return f'<section class="kv-panel" aria-live="polite" aria-label="One head"><h3>{title}<span class="kv-note">{which}</span></h3>{body}{source}</section>'
+    return (
+        f'<section class="kv-panel" aria-live="polite" aria-label="One head">'
+        f'<h3>{title}<span class="kv-note">{which}</span></h3>{body}{source}</section>'
+    )
 
 
 def _mean(values: Any) -> float:

@@ -1,9 +1,9 @@
 """Long work behind a streaming page: one worker thread, progress out, a stop flag in.
 
-A gradio handler is a generator; closing it does not end a step that computes inside. So the step runs in
-a thread of its own that holds the model lane, checks a `threading.Event` at every token and layer, and posts what
-it has. The handler only polls, so it can be closed at any time; closing it, or not polling for a while
-(the browser is gone), raises the flag.
+A gradio handler is a generator; closing it does not end a step that computes inside. So the step runs in a
+thread of its own that holds the model lane, checks a flag at every token and layer, and posts what it has. The
+handler only polls, so it can be closed at any time; closing it, or not polling for a while (the browser is
+gone), raises the flag.
 """
 
 from __future__ import annotations

@@ -26,38 +26,68 @@ class LatencyTab:
         with gr.Tab("Latency", id="latency") as tab:
             html(
                 '<div class="kv-intro"><p>How long until the new model is ready to write? '
-                f"<b>Handoff</b> is everything that a switch does: {term('anchors')}, mapping, {term('hold-back')}, first logits. "
-                f"<b>True prefill</b> is reading the whole context again. Medians; the repeats of both take turns.</p></div>"
+                f"<b>Handoff</b> is everything that a switch does: {term('anchors')}, mapping, "
+                f"{term('hold-back')}, first logits. "
+                "<b>True prefill</b> is reading the whole context again. Medians; the repeats of both take "
+                "turns.</p></div>"
             )
             with gr.Row():
-                self.direction = gr.Radio([(ARROWS["up"], "up"), (ARROWS["down"], "down")], value="up", label="Direction", elem_id="kv-latency-direction")
+                self.direction = gr.Radio(
+                    [(ARROWS["up"], "up"), (ARROWS["down"], "down")],
+                    value="up",
+                    label="Direction",
+                    elem_id="kv-latency-direction",
+                )
                 self.lengths = gr.CheckboxGroup(
-                    [(f"{n:,}", n) for n in LENGTHS], value=[64, 256, 1024], label="Context lengths to measure, in tokens", elem_id="kv-latency-lengths"
+                    [(f"{n:,}", n) for n in LENGTHS],
+                    value=[64, 256, 1024],
+                    label="Context lengths to measure, in tokens",
+                    elem_id="kv-latency-lengths",
                 )
                 self.repeats = gr.Slider(5, 25, 5, step=2, label="Repeats")
+            with gr.Row():
+                self.run = gr.Button("Measure here", scale=3, elem_id="kv-latency-run")
+                self.stop = gr.Button(
+                    "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-latency-stop"
+                )
+            self.status = html("", elem_id="kv-latency-status")
             self.lead = html("", elem_id="kv-latency-lead")
             self.figure = gr.Plot(show_label=False, visible=False, elem_id="kv-latency-figure")
             self.origin = html("", elem_id="kv-latency-origin")
-            with gr.Row():
-                self.run = gr.Button("Measure here", scale=3, elem_id="kv-latency-run")
-                self.stop = gr.Button("Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-latency-stop")
-            self.status = html("", elem_id="kv-latency-status")
             self.numbers = html("", elem_id="kv-latency-numbers")
         api = {"api_visibility": self.engine.settings.api_visibility}
         shown = [self.lead, self.figure, self.origin, self.status, self.numbers]
         for event in (tab.select, self.direction.change):
             event(self.open, [key, self.direction], shown, api_name="open_latency", **QUICK, **api)
-        wire_job(self.engine, key, self.run, self.stop, self.status, self.measure, [key, self.direction, self.lengths, self.repeats], shown, "measure_latency")
+        wire_job(
+            self.engine,
+            key,
+            self.run,
+            self.stop,
+            self.status,
+            self.measure,
+            [key, self.direction, self.lengths, self.repeats],
+            shown,
+            "measure_latency",
+        )
         return tab
 
     def open(self, key: str | None, direction: str) -> dict[Any, Any]:
         """The saved measurement of a direction."""
         result, why = saved(self.engine, key, direction, "latency")
         if result is None:
-            return {self.lead: "", self.figure: gr.update(visible=False), self.origin: "", self.numbers: "", self.status: notice(why)}
+            return {
+                self.lead: "",
+                self.figure: gr.update(visible=False),
+                self.origin: "",
+                self.numbers: "",
+                self.status: notice(why),
+            }
         return {**self.show(result), self.status: ""}
 
-    def measure(self, key: str | None, direction: str, lengths: list[int], repeats: float) -> Generator[dict[Any, Any], None, None]:
+    def measure(
+        self, key: str | None, direction: str, lengths: list[int], repeats: float
+    ) -> Generator[dict[Any, Any], None, None]:
         """Measures here, with progress; the figure grows with each length."""
         chosen = [int(n) for n in lengths or () if int(n) in LENGTHS]
         if not chosen:
@@ -94,7 +124,8 @@ def lead(result: Any) -> str:
     cell = next((cell for cell in result.cells if cell.tokens == 1024), result.cells[-1])
     sooner = "faster" if cell.ratio >= 1 else "of the speed: here mapping does not pay"
     text = (
-        f"At {number(cell.tokens)} tokens the whole handoff takes <b>{ms(cell.handoff_ms)}</b> and a true prefill <b>{ms(cell.prefill_ms)}</b>: "
+        f"At {number(cell.tokens)} tokens the whole handoff takes <b>{ms(cell.handoff_ms)}</b> and a true "
+        f"prefill <b>{ms(cell.prefill_ms)}</b>: "
         f"<b>{cell.ratio:.1f}×</b> {sooner}. "
     )
     even = result.break_even
@@ -112,14 +143,32 @@ def numbers(result: Any) -> str:
     """All cells."""
     rows = [
         (
-            number(cell.tokens), ms(cell.map_ms), ms(cell.handoff_ms), ms(cell.prefill_ms), ms(cell.prefill_first_ms),
-            f"{cell.ratio:.1f}×", ms(cell.net_saving_ms),
+            number(cell.tokens),
+            ms(cell.map_ms),
+            ms(cell.handoff_ms),
+            ms(cell.prefill_ms),
+            ms(cell.prefill_first_ms),
+            f"{cell.ratio:.1f}×",
+            ms(cell.net_saving_ms),
         )
         for cell in result.cells
-    ]  # fmt: skip
-    head = ["Tokens", "mapping alone", "whole handoff", "prefill, no head", "prefill to first token", "prefill / handoff", "net saving"]
+    ]
+    head = [
+        "Tokens",
+        "mapping alone",
+        "whole handoff",
+        "prefill, no head",
+        "prefill to first token",
+        "prefill / handoff",
+        "net saving",
+    ]
     share = result.gemm_fraction
-    foot = f"{result.repeats} repeats per length; {result.anchors} anchors, {result.hold_back} held back. " + (
-        f"Bare matrix products are {share:.0%} of the mapping." if share == share else ""
+    foot = (
+        f"{result.repeats} repeats per length; {result.anchors} anchors, {result.hold_back} held back. "
+        + (f"Bare matrix products are {share:.0%} of the mapping." if share == share else "")
     )
-    return table(head, rows) + f'<p class="kv-note">{foot} “No head” leaves out the language-model head, as published figures do; the handoff includes it.</p>'
+    return (
+        table(head, rows)
+        + f'<p class="kv-note">{foot} “No head” leaves out the language-model head, as published figures do; '
+        "the handoff includes it.</p>"
+    )

@@ -17,25 +17,31 @@ HOW = {
     "native": ("native", "This model ran every token of the context itself."),
     "mapped": (
         "mapped context",
-        "The context came from the other model's KV cache, through the mapper; the answer itself was run natively.",
+        "The context came from the other model's KV cache, through the mapper; the answer was run natively.",
     ),
-    "prefill": ("true prefill", "After the switch this model read the whole context again, as without a mapper."),
-    "fallback": ("fallback", "Mapping was not possible, so this model read the whole context again. The account says why."),
+    "prefill": (
+        "true prefill",
+        "After the switch this model read the whole context again, as without a mapper.",
+    ),
+    "fallback": (
+        "fallback",
+        "Mapping was not possible, so this model read the whole context again. The account says why.",
+    ),
 }
 
 TERMS = {
-    "KV cache": "What a model remembers of the text so far: one key and one value vector per token, layer and head.",
+    "KV cache": "What a model remembers of the text: a key and a value vector per token, layer and head.",
     "prefill": "Reading the whole text once to fill the KV cache, before the first new token can be written.",
-    "mapped": "Computed from the other model's KV cache by one linear map per layer, instead of by reading the text.",
+    "mapped": "Computed from the other model's KV cache by a linear map per layer, not by reading the text.",
     "native": "Computed by the model itself, exactly.",
-    "anchors": "The first few tokens. Every later token attends to them, so the target model runs them itself.",
+    "anchors": "The first few tokens. All later ones attend to them, so the target runs them itself.",
     "hold-back": "The last few tokens. The target model runs them itself, on top of the mapped ones.",
-    "R²": "Share of the variance that the map explains, on text it has not seen. 1 is perfect, 0 is no better than the mean.",
-    "cosine": "Angle between the head's output on true and on mapped keys and values. 1 means the same direction.",
-    "KL": "How far the next-token probabilities on the mapped cache are from those on the true one, in nats. 0 is the same.",
+    "R²": "Share of the variance that the map explains. 1 is perfect, 0 no better than the mean.",
+    "cosine": "Angle between a head's output on true and on mapped caches. 1 means the same direction.",
+    "KL": "How far the next-token probabilities are from those on the true cache, in nats. 0: the same.",
     "top-1": "Share of positions at which both caches give the same most likely next token.",
     "CE": "Cross-entropy: mean surprise at the true next token, in nats. Lower is better.",
-    "gap recovered": "How much of the benefit of having the context at all survives the mapping. 1 is all of it.",
+    "gap recovered": "How much of the benefit of having the context survives the mapping. 1 is all of it.",
     "held out": "Text that the mapper was not fitted on.",
     "p/n": "Parameters per output over calibration tokens. Above 0.2 the fit may overfit.",
     "gate": "The model's own cache, sent through the handoff code, must give its own logits back.",
@@ -151,7 +157,9 @@ def progress(text: str, done: float | None = None, total: float | None = None) -
     return f'<div class="kv-progress" role="status"><span>{esc(text)}</span>{bar}{tail}</div>'
 
 
-def bar(label: str, parts: Sequence[tuple[str, float, str]], scale: float, value: str, extra: str = "") -> str:
+def bar(
+    label: str, parts: Sequence[tuple[str, float, str]], scale: float, value: str, extra: str = ""
+) -> str:
     """One row of a bar figure. `parts` are (name, amount, css class); `scale` is the amount of a full row."""
     segments = "".join(
         f'<i class="kv-seg kv-seg-{cls}" style="width:{100 * amount / scale:.3f}%" title="{esc(name)}"></i>'
@@ -160,12 +168,13 @@ def bar(label: str, parts: Sequence[tuple[str, float, str]], scale: float, value
     )
     return (
         f'<div class="kv-bar {extra}"><span class="kv-bar-label">{label}</span>'
-        f'<span class="kv-bar-track" aria-hidden="true">{segments}</span><span class="kv-bar-value">{value}</span></div>'
+        f'<span class="kv-bar-track" aria-hidden="true">{segments}</span><span '
+        f'class="kv-bar-value">{value}</span></div>'
     )
 
 
 def provenance(result: Any) -> str:
-    """The line under every figure: measured here or precomputed, when, on what machine, pair, tokens and texts."""
+    """The line under every figure: measured here or precomputed, when, on what, how many tokens."""
     origin = getattr(result, "provenance", None)
     if origin is None:
         return ""
@@ -174,7 +183,8 @@ def provenance(result: Any) -> str:
     bits = [
         origin.sentence().removesuffix("."),
         f"{origin.source} → {origin.target}",
-        f"{number(int(origin.tokens))} tokens" + (f" of {texts} text{'s' if texts != 1 else ''}" if texts else ""),
+        f"{number(int(origin.tokens))} tokens"
+        + (f" of {texts} text{'s' if texts != 1 else ''}" if texts else ""),
         f"mapper {origin.mapper.removeprefix('sha256:')[:10]}" if origin.mapper else "",
     ]
     line = " · ".join(esc(bit) for bit in bits if bit)
@@ -191,32 +201,49 @@ def account_parts(account: Any) -> list[tuple[str, float, str]]:
     return parts
 
 
-def account_view(account: Any, from_side: str, to_side: str, saved_ms: float, switches: int, exact: bool) -> str:
+def account_view(
+    account: Any, from_side: str, to_side: str, saved_ms: float, switches: int, exact: bool
+) -> str:
     """The account of the last switch: one sentence, two bars, one table, the sum saved so far."""
     total = account.ms.get("total", 0.0)
     parts = account_parts(account)
     prefill_ms = account.prefill_ms if account.how == "mapped" else None
     scale = max(total, prefill_ms or 0.0, 1e-9)
     measured = account.prefill_source == "measured"
-    title = f"{side_badge(from_side)} <span aria-hidden='true'>→</span> {side_badge(to_side)} {how_badge(account.how)}"
+    arrow = '<span aria-hidden="true">→</span>'
+    title = f"{side_badge(from_side)} {arrow} {side_badge(to_side)} {how_badge(account.how)}"
     lead = account_sentence(account)
     if not account.tokens:
         return (
-            f'<section class="kv-account" aria-label="Account of the last switch"><div class="kv-account-title">{title}</div>'
+            '<section class="kv-account" aria-label="Account of the last switch"><div '
+            f'class="kv-account-title">{title}</div>'
             f'<p class="kv-lead">{lead}</p></section>'
         )
     bars = [bar("This switch", parts, scale, ms(total))]
     if prefill_ms is not None:
         label = "True prefill" + ("" if measured else " (estimate)")
         cls = "prefill" if measured else "estimate"
-        bars.append(bar(label, [("True prefill", prefill_ms, cls)], scale, ("" if measured else "≈ ") + ms(prefill_ms)))
+        bars.append(
+            bar(
+                label, [("True prefill", prefill_ms, cls)], scale, ("" if measured else "≈ ") + ms(prefill_ms)
+            )
+        )
     legend = "".join(
-        f'<li><i class="kv-key kv-seg-{cls}" aria-hidden="true"></i>{esc(name)} {ms(value)}</li>' for name, value, cls in parts
+        f'<li><i class="kv-key kv-seg-{cls}" aria-hidden="true"></i>{esc(name)} {ms(value)}</li>'
+        for name, value, cls in parts
     )
     counts = [
         ("already held by the target", account.reused, "–"),
-        (term("mapped"), account.mapped, ms(_sum(account.ms, "map_strip", "map_product", "map_rotate", "map"))),
-        (f"run {term('native', 'natively')}", account.native, ms(_sum(account.ms, "anchors", "hold_back", "prefill"))),
+        (
+            term("mapped"),
+            account.mapped,
+            ms(_sum(account.ms, "map_strip", "map_product", "map_rotate", "map")),
+        ),
+        (
+            f"run {term('native', 'natively')}",
+            account.native,
+            ms(_sum(account.ms, "anchors", "hold_back", "prefill")),
+        ),
     ]
     rows = [(name, number(int(tokens)), time) for name, tokens, time in counts]
     rows.append(("<b>context</b>", f"<b>{number(int(account.tokens))}</b>", f"<b>{ms(total)}</b>"))
@@ -230,8 +257,10 @@ def account_view(account: Any, from_side: str, to_side: str, saved_ms: float, sw
         sum_line = f'<p class="kv-sum">So far {switches} {word} {sign} <b>{ms(abs(saved_ms))}</b>{about}</p>'
     setting = f"{account.anchors} {term('anchors')}, {account.hold_back} {term('hold-back')}"
     return (
-        f'<section class="kv-account" aria-label="Account of the last switch"><div class="kv-account-title">{title}</div>'
-        f'<p class="kv-lead">{lead}</p>{reason}<div class="kv-bars">{"".join(bars)}</div><ul class="kv-legend">{legend}</ul>'
+        '<section class="kv-account" aria-label="Account of the last switch"><div '
+        f'class="kv-account-title">{title}</div>'
+        f'<p class="kv-lead">{lead}</p>{reason}<div class="kv-bars">{"".join(bars)}</div><ul '
+        f'class="kv-legend">{legend}</ul>'
         f'{numbers}<p class="kv-note">{setting}</p>{sum_line}</section>'
     )
 
@@ -246,7 +275,8 @@ def account_sentence(account: Any) -> str:
         if new <= 1 and account.reused:
             text = f"Nothing to carry over: the model already held all {number(int(account.tokens))} tokens"
         else:
-            text = f"{number(int(account.mapped))} of {number(int(account.tokens))} tokens came from the other model's cache"
+            mapped, tokens = number(int(account.mapped)), number(int(account.tokens))
+            text = f"{mapped} of {tokens} tokens came from the other model's cache"
         text += f"; ready after <b>{ms(total)}</b>."
     else:
         text = f"The model read {number(int(account.native))} tokens itself in <b>{ms(total)}</b>."

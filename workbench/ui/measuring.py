@@ -1,4 +1,4 @@
-"""What the measuring tabs share: a saved result at first, "Measure here" with progress and stop, one note per run."""
+"""What the measuring tabs share: a saved result at first, and "Measure here" with progress and stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = {"queue": False, "show_progress": "hidden"}
 
 
 def visit_of(engine: Engine, key: str | None) -> tuple[str, Visit]:
-    """The visitor's own things; new ones when the server does not know the key (restarted, or dropped for room)."""
+    """The visitor's own things; new ones when the server does not know the key (restarted, or dropped)."""
     visit = engine.visits.get(key)
     if visit is None:
         key = engine.visits.open()
@@ -43,7 +43,9 @@ def saved(engine: Engine, key: str | None, direction: str, kind: str) -> tuple[A
         return own, ""
     try:
         folder = host.mapper_folder(direction)
-        found = load_precomputed(host.pair.name, direction, kind, folder if (folder / f"{kind}.json").is_file() else None)
+        found = load_precomputed(
+            host.pair.name, direction, kind, folder if (folder / f"{kind}.json").is_file() else None
+        )
     except WorkbenchError as error:
         return None, engine.sentence(error)
     if found is None:
@@ -93,7 +95,9 @@ def measure(
                     raise Cancelled("Stopped.")
                 last = item
                 fraction = getattr(item, "fraction", None)
-                post((item.text, fraction, item.partial) if fraction is not None else ("Measuring", None, item))
+                post(
+                    (item.text, fraction, item.partial) if fraction is not None else ("Measuring", None, item)
+                )
             return last
 
     try:
@@ -117,22 +121,37 @@ def measure(
 
 
 def take_flag(visit: Visit) -> StopFlag:
-    """The flag of the job that begins now; it may be up already, when Stop was pressed while waiting in the queue."""
+    """The flag of the job that begins now; it is up already when Stop was pressed in the queue."""
     visit.job_stop, visit.job_asked = visit.job_asked or StopFlag(), None
     return visit.job_stop
 
 
-def wire_job(engine: Engine, key: gr.State, run: gr.Button, stop: gr.Button, status: Any, job: Any, inputs: list[Any], outputs: list[Any], name: str) -> None:
+def wire_job(
+    engine: Engine,
+    key: gr.State,
+    run: gr.Button,
+    stop: gr.Button,
+    status: Any,
+    job: Any,
+    inputs: list[Any],
+    outputs: list[Any],
+    name: str,
+) -> None:
     """Wires a "Measure here" button and its Stop.
 
-    Stop works from the click on, also while the job waits for its turn, and is off when there is nothing to stop.
+    Stop works from the click on, also while the job waits for its turn.
     """
     api = {"api_visibility": engine.settings.api_visibility}
 
     def arm(key: str | None) -> tuple[Any, ...]:
         key, visit = visit_of(engine, key)
         visit.job_asked = StopFlag()
-        return key, gr.update(interactive=True), gr.update(interactive=False), progress("Waiting for the model")
+        return (
+            key,
+            gr.update(interactive=True),
+            gr.update(interactive=False),
+            progress("Waiting for the model"),
+        )
 
     def disarm() -> tuple[Any, Any]:
         return gr.update(interactive=False), gr.update(interactive=True)

@@ -1,4 +1,4 @@
-"""The page: six tabs around one engine. Building it imports no torch; models come when somebody asks for them."""
+"""The page: six tabs around one engine. Building it imports no torch; models come when they are needed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ from workbench.ui.side_by_side import SideTab
 from workbench.ui.theme import html
 
 TITLE = "KV Handoff Workbench"
+REMEMBER = """() => {
+  // The open tab stands in the address, so that a link opens it again.
+  const url = new URL(location.href);
+  if ("NAME") url.searchParams.set("tab", "NAME"); else url.searchParams.delete("tab");
+  history.replaceState(null, "", url);
+}"""
 
 
 def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
@@ -35,17 +41,38 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:
         key = gr.State(None)
         html(
-            f'<header class="kv-top"><h1>{TITLE}</h1><p>Change the model in the middle of a conversation, without reading everything again – and see what that costs.</p></header>'
+            f'<header class="kv-top"><h1>{TITLE}</h1><p>Change the model in the middle of a conversation, '
+            "without reading everything again – and see what that costs.</p></header>"
         )
         chat = ChatTab(engine)
         fit = FitTab(engine)
-        with gr.Tabs(elem_classes="kv-tabs"):
-            with gr.Tab("Chat", id="chat"):
+        with gr.Tabs(elem_classes="kv-tabs") as tabs:
+            with gr.Tab("Chat", id="chat") as first:
                 chat.build(key)
-            for tab in (SideTab(engine), HeadsTab(engine), LatencyTab(engine), QualityTab(engine)):
-                tab.build(key)
-            fit.build(key)
-        shown = [chat.log, chat.models, chat.account, chat.meter, chat.send, chat.stop, chat.undo, chat.retry, chat.clear, chat.switch, chat.measure]
+            made = {"chat": first}
+            for name, maker in (
+                ("side", SideTab),
+                ("heads", HeadsTab),
+                ("latency", LatencyTab),
+                ("quality", QualityTab),
+            ):
+                made[name] = maker(engine).build(key)
+            made["fit"] = fit.build(key)
+        for name, tab in made.items():
+            tab.select(None, None, None, js=REMEMBER.replace("NAME", "" if name == "chat" else name))
+        shown = [
+            chat.log,
+            chat.models,
+            chat.account,
+            chat.meter,
+            chat.send,
+            chat.stop,
+            chat.undo,
+            chat.retry,
+            chat.clear,
+            chat.switch,
+            chat.measure,
+        ]
         fit.wire_use(key, chat, shown)
 
         def arrive(request: gr.Request) -> Generator[dict[Any, Any], None, None]:
@@ -53,14 +80,18 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
             own = engine.visits.open(request.session_hash)
             visit = engine.visits.get(own)
             assert visit is not None
-            yield {key: own, **chat.everything(visit)}
+            wanted = str(request.query_params.get("tab", ""))
+            opened = {tabs: gr.Tabs(selected=wanted)} if wanted in made else {}
+            yield {key: own, **chat.everything(visit), **opened}
             engine.warm_up()
 
         def leave(request: gr.Request) -> None:
             engine.visits.tab_closed(request.session_hash)
 
         api = {"api_visibility": settings.api_visibility}
-        demo.load(arrive, None, [key, *shown], api_name="arrive", queue=True, show_progress="hidden", **api)
+        demo.load(
+            arrive, None, [key, tabs, *shown], api_name="arrive", queue=True, show_progress="hidden", **api
+        )
         demo.unload(leave)
     demo.engine = engine
     return demo.queue(max_size=settings.queue_size, default_concurrency_limit=8)

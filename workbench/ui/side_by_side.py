@@ -19,10 +19,14 @@ TITLES = {
     "source": ("Source alone", "no switch at all"),
 }
 SAMPLE = (
-    "The lighthouse had stood on the rock for a hundred and forty years before anyone thought to ask who had built it. "
-    "The villagers knew the keeper, a quiet man who came ashore twice a month for flour and lamp oil, and they knew the "
-    "light, which had never once failed. But the question of the builder was raised by a child at school, and nobody could "
-    "answer. So the teacher wrote to the county archive, and after three weeks a letter came back. It said that"
+    "The lighthouse had stood on the rock for a hundred and forty years before anyone thought to ask who "
+    "had built it. "
+    "The villagers knew the keeper, a quiet man who came ashore twice a month for flour and lamp oil, and "
+    "they knew the "
+    "light, which had never once failed. But the question of the builder was raised by a child at school, "
+    "and nobody could "
+    "answer. So the teacher wrote to the county archive, and after three weeks a letter came back. It said "
+    "that"
 )
 
 
@@ -36,29 +40,40 @@ class SideTab:
         """Lays the tab out; returns the tab, so that the page can open it."""
         with gr.Tab("Side by side", id="side") as tab:
             html(
-                f'<div class="kv-intro"><p>The same text, continued three ways, always with the most likely token. The first column reads the '
-                f'{term("mapped")} cache, the second has done a true {term("prefill")}, the third is the other model alone. '
+                '<div class="kv-intro"><p>The same text, continued three ways, always with the most likely '
+                "token. The first column reads the "
+                f"{term('mapped')} cache, the second has done a true {term('prefill')}, the third is the "
+                "other model alone. "
                 f"Tokens that differ from the true prefill are underlined.</p></div>"
             )
             with gr.Row():
                 with gr.Column(scale=7, min_width=320):
-                    self.text = gr.Textbox(SAMPLE, label="Context", lines=6, max_lines=12, elem_id="kv-side-text")
+                    self.text = gr.Textbox(
+                        SAMPLE, label="Context", lines=6, max_lines=12, elem_id="kv-side-text"
+                    )
                     with gr.Row():
                         self.use_chat = gr.Button("Use the current chat", size="sm", min_width=120)
                         self.use_sample = gr.Button("Use a held-out sample", size="sm", min_width=120)
                 with gr.Column(scale=4, min_width=280):
                     self.direction = gr.Radio(
-                        [(ARROWS["up"], "up"), (ARROWS["down"], "down")], value="up", label="Direction", elem_id="kv-side-direction"
+                        [(ARROWS["up"], "up"), (ARROWS["down"], "down")],
+                        value="up",
+                        label="Direction",
+                        elem_id="kv-side-direction",
                     )
                     self.tokens = gr.Slider(8, 256, 48, step=8, label="Tokens to write")
-                    self.as_message = gr.Checkbox(False, label="Answer it as a message", info="Else the text is simply continued.")
+                    self.as_message = gr.Checkbox(
+                        False, label="Answer it as a message", info="Else the text is simply continued."
+                    )
                     with gr.Accordion("Anchors and hold-back", open=False):
                         self.recommended = gr.Checkbox(True, label="As the mapper recommends")
                         self.anchors = gr.Slider(0, 64, 4, step=1, label="Anchors")
                         self.hold_back = gr.Slider(1, 256, 16, step=1, label="Hold-back")
             with gr.Row():
                 self.run = gr.Button("Write all three", variant="primary", scale=3, elem_id="kv-side-run")
-                self.stop = gr.Button("Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-side-stop")
+                self.stop = gr.Button(
+                    "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-side-stop"
+                )
             self.status = html("", elem_id="kv-side-status")
             self.columns = html(columns_view(None), elem_id="kv-side-columns")
             self.summary = html("", elem_id="kv-side-summary")
@@ -66,10 +81,23 @@ class SideTab:
             self.origin = html("", elem_id="kv-side-origin")
         api = {"api_visibility": self.engine.settings.api_visibility}
         shown = [self.status, self.columns, self.summary, self.figure, self.origin]
-        inputs = [key, self.text, self.direction, self.tokens, self.as_message, self.recommended, self.anchors, self.hold_back]
+        inputs = [
+            key,
+            self.text,
+            self.direction,
+            self.tokens,
+            self.as_message,
+            self.recommended,
+            self.anchors,
+            self.hold_back,
+        ]
         wire_job(self.engine, key, self.run, self.stop, self.status, self.compare, inputs, shown, "compare")
-        self.use_chat.click(self.chat_text, [key], [self.text, self.status], api_name="chat_text", **QUICK, **api)
-        self.use_sample.click(self.sample, [key, self.text], [self.text, self.status], api_name="sample_text", **QUICK, **api)
+        self.use_chat.click(
+            self.chat_text, [key], [self.text, self.status], api_name="chat_text", **QUICK, **api
+        )
+        self.use_sample.click(
+            self.sample, [key, self.text], [self.text, self.status], api_name="sample_text", **QUICK, **api
+        )
         for event in (tab.select, self.direction.change):
             event(self.open, [key, self.direction], shown, api_name="open_side", **QUICK, **api)
         return tab
@@ -77,23 +105,40 @@ class SideTab:
     def open(self, key: str | None, direction: str) -> dict[Any, Any]:
         """What is there already: this visitor's last comparison, or the precomputed one."""
         result, _ = saved(self.engine, key, direction, "compare")
-        return {**self.show(result), **({} if result is not None else {self.columns: columns_view(None, direction)})}
+        return {
+            **self.show(result),
+            **({} if result is not None else {self.columns: columns_view(None, direction)}),
+        }
 
     def compare(
-        self, key: str | None, text: str, direction: str, tokens: float, as_message: bool, recommended: bool, anchors: float, hold_back: float
+        self,
+        key: str | None,
+        text: str,
+        direction: str,
+        tokens: float,
+        as_message: bool,
+        recommended: bool,
+        anchors: float,
+        hold_back: float,
     ) -> Generator[dict[Any, Any], None, None]:
         """Writes the three columns, streaming."""
         text = text or ""
         limit = self.engine.settings.max_prompt_chars
         if len(text) > limit:
-            yield {self.status: notice(f"The context has {len(text):,} characters; at most {limit:,} are accepted.", "warn")}
+            yield {
+                self.status: notice(
+                    f"The context has {len(text):,} characters; at most {limit:,} are accepted.", "warn"
+                )
+            }
             return
         handoff = (None, None) if recommended else (int(anchors), int(hold_back))
 
         def start(host: Any, should_stop: Any) -> Iterator[Any]:
             from workbench.lab.compare import stream
 
-            return stream(host, direction, text, int(tokens), *handoff, should_stop=should_stop, chat=as_message)
+            return stream(
+                host, direction, text, int(tokens), *handoff, should_stop=should_stop, chat=as_message
+            )
 
         for status, result, finished in measure(self.engine, key, direction, "compare", start):
             if result is None:
@@ -102,12 +147,21 @@ class SideTab:
                 yield {**self.show(result), self.status: status}
             else:
                 written = max(map(len, result.token_ids.values()))
-                yield {self.status: progress(f"Token {written} of {int(tokens)}", written, int(tokens)), self.columns: columns_view(result)}
+                yield {
+                    self.status: progress(f"Token {written} of {int(tokens)}", written, int(tokens)),
+                    self.columns: columns_view(result),
+                }
 
     def show(self, result: Any) -> dict[Any, Any]:
         """The whole tab for a complete result."""
         if result is None:
-            return {self.status: "", self.columns: columns_view(None), self.summary: "", self.figure: gr.update(visible=False), self.origin: ""}
+            return {
+                self.status: "",
+                self.columns: columns_view(None),
+                self.summary: "",
+                self.figure: gr.update(visible=False),
+                self.origin: "",
+            }
         from workbench import plots
 
         figure = plots.comparison(result)
@@ -157,9 +211,15 @@ def columns_view(result: Any, direction: str = "up") -> str:
                 for index, piece in enumerate(result.pieces[name])
             )
             count = len(result.token_ids[name])
-            text += f'<span class="kv-sr"> ({len(different)} of {count} tokens differ from the true prefill)</span>' if different else ""
+            text += (
+                f'<span class="kv-sr"> ({len(different)} of {count} tokens differ from the true '
+                "prefill)</span>"
+                if different
+                else ""
+            )
         cards.append(
-            f'<section class="kv-column kv-col-{name} kv-top-{side}" aria-label="{title}"><h3>{title}</h3><p>{side_badge(side)} {esc(what)}{model}</p>'
+            f'<section class="kv-column kv-col-{name} kv-top-{side}" '
+            f'aria-label="{title}"><h3>{title}</h3><p>{side_badge(side)} {esc(what)}{model}</p>'
             f'<div class="kv-text" dir="auto">{text}</div></section>'
         )
     return f'<div class="kv-columns">{"".join(cards)}</div>'
@@ -179,9 +239,20 @@ def summary_view(result: Any) -> str:
     total, prefill = account.get("ms", {}).get("total"), account.get("prefill_ms")
     speed = f"{ms(total)} against {ms(prefill)}" if total and prefill else "–"
     stats = [
-        (number(result.mean_kl()), f"mean {term('KL')}, mapped <br>(source alone {number(result.mean_kl('source'))})"),
-        (share(result.top1_share()), f"same most likely token ({term('top-1')})<br>(source alone {share(result.top1_share('source'))})"),
+        (
+            number(result.mean_kl()),
+            f"mean {term('KL')}, mapped <br>(source alone {number(result.mean_kl('source'))})",
+        ),
+        (
+            share(result.top1_share()),
+            f"same most likely token ({term('top-1')})<br>"
+            f"(source alone {share(result.top1_share('source'))})",
+        ),
         (first("mapped"), f"first difference<br>(source alone {first('source')})"),
         (speed, f"handoff against true prefill<br>({number(result.context_tokens)} tokens of context)"),
     ]
-    return '<div class="kv-stats">' + "".join(f'<div class="kv-stat"><b>{value}</b><span>{what}</span></div>' for value, what in stats) + "</div>"
+    return (
+        '<div class="kv-stats">'
+        + "".join(f'<div class="kv-stat"><b>{value}</b><span>{what}</span></div>' for value, what in stats)
+        + "</div>"
+    )

@@ -16,7 +16,16 @@ from workbench.ui.settings import Settings
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
-SANS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif"]
+SANS = [
+    "ui-sans-serif",
+    "system-ui",
+    "-apple-system",
+    "Segoe UI",
+    "Roboto",
+    "Helvetica Neue",
+    "Arial",
+    "sans-serif",
+]
 MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "Liberation Mono", "monospace"]
 
 INK = colors.Color(
@@ -117,7 +126,6 @@ def launch_options(settings: Settings) -> dict[str, Any]:
         "server_port": settings.port,
         "theme": theme(),
         "css_paths": [ASSETS / "workbench.css"],
-        "js": (ASSETS / "page.js").read_text(encoding="utf-8"),
         "favicon_path": ASSETS / "favicon.svg",
         "footer_links": [],
         "ssr_mode": False,

@@ -1,0 +1,105 @@
+"""The measuring commands on the tiny pair: promised keys, saved files, tables, bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.lab.conftest import make_host, texts
+from workbench.commands import bench, common, compare, evaluate, heads
+from workbench.errors import InputError
+from workbench.lab.provenance import load_result
+from workbench.models.pair import PairHost
+
+
+@pytest.fixture(scope="module")
+def host() -> PairHost:
+    return make_host()
+
+
+@pytest.fixture
+def call(host: PairHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command as the command line would, on the tiny pair; returns (JSON object, table)."""
+    monkeypatch.setattr(common, "host_from_args", lambda args: (host, "up"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n%%\n".join(document.text for document in texts(3)), encoding="utf-8")
+
+    def run(module: ModuleType, *options: str) -> tuple[dict[str, Any], str]:
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        result = module.run(parser.parse_args([*options, "--text", str(text)]), lambda share, what: None)
+        json.dumps(result, allow_nan=False)
+        return result, module.show(result)
+
+    return run
+
+
+def test_compare(call: Any, tmp_path: Path) -> None:
+    out = tmp_path / "saved" / "compare.json"
+    result, table = call(compare, "--tokens", "6", "--context", "50", "--out", str(out))
+    assert {"kl", "top1", "first_divergence"} <= set(result)
+    assert set(result["texts"]) == {"mapped", "prefill", "source"} and result["context_tokens"] == 50
+    assert "true prefill" in table and result["saved"] == str(out)
+    assert load_result(out, "compare").mean_kl() == pytest.approx(result["kl"])
+
+
+def test_heads(call: Any, tmp_path: Path) -> None:
+    out = tmp_path / "heads.json"
+    result, table = call(
+        heads, "--limit", "2", "--length", "40", "--metrics", "r2_k,cosine", "--out", str(out)
+    )
+    assert {"layers", "heads", "metrics", "tokens"} <= set(result) and set(result["metrics"]) == {
+        "r2_k",
+        "cosine",
+    }
+    assert len(result["metrics"]["cosine"]) == result["layers"] == 3
+    assert "worst cosine" in table and load_result(out, "heads").tokens == result["tokens"]
+
+
+def test_bench(call: Any, tmp_path: Path) -> None:
+    out = tmp_path / "latency.json"
+    result, table = call(bench, "--lengths", "16,24", "--repeats", "5", "--out", str(out))
+    assert {"cells", "load_ms", "gemm_fraction", "environment"} <= set(result)
+    keys = {"tokens", "map_ms", "handoff_ms", "prefill_ms", "ratio", "net_saving_ms"}
+    assert all(keys <= set(cell) for cell in result["cells"])
+    assert "break-even" in table and len(load_result(out, "latency").cells) == 2
+    with pytest.raises(InputError):
+        call(bench, "--lengths", "many")
+
+
+def test_evaluate(call: Any, tmp_path: Path) -> None:
+    out = tmp_path / "quality.json"
+    options = (
+        "--limit",
+        "3",
+        "--context",
+        "30",
+        "--following",
+        "8",
+        "--anchors",
+        "0,2",
+        "--hold-back",
+        "1,4",
+    )
+    result, table = call(evaluate, *options, "--out", str(out))
+    assert {"tasks", "kl", "top1", "gap_recovered", "retention", "retention_floor", "worst_task"} <= set(
+        result
+    )
+    assert all("ce" in result[arm] for arm in ("native", "source", "no_context"))
+    assert [(s["anchors"], s["hold_back"]) for s in result["settings"]] == [
+        (2, 3),
+        (0, 1),
+        (0, 4),
+        (2, 1),
+        (2, 4),
+    ]
+    assert "gap recovered" in table and load_result(out, "quality").to_json()["kl"] == result["kl"]
+    with pytest.raises(InputError):
+        call(evaluate, "--chats")
+    with pytest.raises(InputError):
+        call(evaluate, "--anchors", "some")
