@@ -8,8 +8,9 @@ const colour = (share) => {
   const t = Math.min(Math.max(share, 0), 1) * (STOPS.length - 1);
   const i = Math.min(Math.floor(t), STOPS.length - 2);
   const c = STOPS[i].map((a, k) => Math.round(a + (STOPS[i + 1][k] - a) * (t - i)));
-  const light = (0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]) > 110;
-  return [`rgb(${c.join(',')})`, light ? '#10141b' : '#ffffff'];
+  const linear = c.map((x) => (x <= 10 ? x / 3295 : ((x / 255 + 0.055) / 1.055) ** 2.4));
+  const light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return [`rgb(${c.join(',')})`, light > 0.179 ? '#000000' : '#ffffff']; // whichever has more contrast
 };
 
 const short = (x) => {
@@ -63,8 +64,9 @@ const draw = () => {
         const [back, fore] = colour(share);
         b.style.background = back; b.style.color = fore;
       }
-      b.setAttribute('aria-label', `layer ${layer}, ${v.head_word} ${head}: ${has ? x.toPrecision(3) : 'not measured'}`);
-      b.title = b.getAttribute('aria-label');
+      const where = `layer ${layer}, ${v.head_word} ${head}`;
+      b.setAttribute('aria-label', `${where}: ${has ? b.textContent : '– not measured'}`);
+      b.title = `${where}: ${has ? x.toPrecision(3) : 'not measured'}`;
       const here = layer === focus[0] && head === focus[1];
       b.tabIndex = here ? 0 : -1;
       if (v.pick && here) { b.classList.add('kv-picked'); b.setAttribute('aria-pressed', 'true'); }

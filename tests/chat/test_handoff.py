@@ -37,7 +37,11 @@ def test_own_cache_through_the_handoff_gives_native_logits_and_tokens(kind, anch
     )
     torch.testing.assert_close(logits, native, rtol=0, atol=1e-4)
     assert greedy(model.model, logits, handed, 64) == greedy(model.model, native, own, 64)
-    assert (account.reused, account.mapped, account.native) == (0, 90 - anchors - hold_back, anchors + hold_back)
+    assert (account.reused, account.mapped, account.native) == (
+        0,
+        90 - anchors - hold_back,
+        anchors + hold_back,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,9 @@ def test_every_token_is_accounted_for(pair, available, before, hold_back):
     assert length(target_cache) == 60
     assert account.reused == min(before, 59)
     assert account.reused + account.mapped + account.native == account.tokens == 60
-    assert account.mapped == max(0, min(available, 60 - hold_back) - max(before, min(4, max(0, 60 - hold_back))))
+    assert account.mapped == max(
+        0, min(available, 60 - hold_back) - max(before, min(4, max(0, 60 - hold_back)))
+    )
     assert account.ms["total"] >= sum(value for name, value in account.ms.items() if name != "total") * 0.99
 
 
@@ -110,7 +116,9 @@ def test_prefill_account_and_fallback(pair):
     ids = random_ids(30)
     _, account = prefill(ids, target, new_cache(target.spec.layers), source.name)
     assert (account.how, account.native, account.reason) == ("prefill", 30, "")
-    _, account = prefill(ids, target, new_cache(target.spec.layers), source.name, reason="no mapper for this pair")
+    _, account = prefill(
+        ids, target, new_cache(target.spec.layers), source.name, reason="no mapper for this pair"
+    )
     assert (account.how, account.reason) == ("fallback", "no mapper for this pair")
     with pytest.raises(ValueError, match="context of 0"):
         hand_over([], new_cache(1), target, new_cache(target.spec.layers), pair[2], source)

@@ -12,7 +12,10 @@ from workbench.kv.fit import FitOptions, Gatherer, cut_sequences, fit
 from workbench.kv.state import FitState
 from workbench.models.loading import wrap
 
-TEXTS = ["".join(chr(97 + (i * 7 + j * j) % 26) + (" the" if i % 5 else ".\n") for i in range(700)) for j in range(6)]
+TEXTS = [
+    "".join(chr(97 + (i * 7 + j * j) % 26) + (" the" if i % 5 else ".\n") for i in range(700))
+    for j in range(6)
+]
 OPTIONS = FitOptions(sequences=24, length=64, top_k=None, ridge=1e-6, anchors=2, hold_back=4)
 
 
@@ -42,7 +45,9 @@ def test_different_geometry_both_directions_and_held_out_counts():
     small = wrap(tiny_model("qwen3", 1), tokenizer, "small")
     large = wrap(tiny_model("llama-llama3", 2), tokenizer, "large")
     for source, target, direction in ((small, large, "up"), (large, small, "down")):
-        mapper, manifest, report = fit(source, target, TEXTS, FitOptions(24, 64, top_k=1, anchors=2), direction=direction)
+        mapper, manifest, report = fit(
+            source, target, TEXTS, FitOptions(24, 64, top_k=1, anchors=2), direction=direction
+        )
         assert manifest.direction == direction and mapper.target == target.spec
         assert all(len(chosen) == 1 for chosen in mapper.key_layers)
         assert (report.tokens, report.heldout_tokens) == (21 * 62, 3 * 62)
@@ -70,7 +75,15 @@ def test_stop_and_resume_give_the_same_fit(twins, tmp_path):
     module.FitState = lambda path, digest: keep(path, digest, every_seconds=0.0)
     try:
         with pytest.raises(Cancelled):
-            fit(source, target, TEXTS, options, direction="up", state_file=state, should_stop=lambda: next(calls) >= 9)
+            fit(
+                source,
+                target,
+                TEXTS,
+                options,
+                direction="up",
+                state_file=state,
+                should_stop=lambda: next(calls) >= 9,
+            )
         read = []
         resumed, _, _ = fit(source, target, TEXTS, options, direction="up", state_file=state, resume=True,
                             progress=lambda share, text: read.append(text))  # fmt: skip
@@ -81,6 +94,19 @@ def test_stop_and_resume_give_the_same_fit(twins, tmp_path):
     assert resumed.key_layers == whole.key_layers
     for ours, theirs in zip(resumed.key_weight, whole.key_weight, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_kept_sums_fit_other_settings_without_reading_again(twins, tmp_path):
+    source, target = twins
+    sums = tmp_path / "sums"
+    fit(source, target, TEXTS, FitOptions(16, 64, top_k=1), direction="up", state_file=sums, keep_state=True)
+    said = []
+    resumed, _, report = fit(source, target, TEXTS, FitOptions(16, 64, top_k=2), direction="up", state_file=sums,
+                             resume=True, keep_state=True, progress=lambda share, text: said.append(text))  # fmt: skip
+    whole, _, _ = fit(source, target, TEXTS, FitOptions(16, 64, top_k=2), direction="up")
+    assert said[0].startswith("solved") and report.tokens == 14 * 60
+    assert resumed.key_layers == whole.key_layers
+    torch.testing.assert_close(resumed.key_weight[0], whole.key_weight[0], rtol=1e-3, atol=1e-4)
 
 
 def test_state_of_another_fit_is_not_used(twins, tmp_path):
@@ -96,7 +122,15 @@ def test_state_of_another_fit_is_not_used(twins, tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"sequences": 3}, {"length": 8}, {"top_k": 0}, {"ridge": -1.0}, {"hold_back": 0}, {"anchors": -1}, {"stride": 0}],
+    [
+        {"sequences": 3},
+        {"length": 8},
+        {"top_k": 0},
+        {"ridge": -1.0},
+        {"hold_back": 0},
+        {"anchors": -1},
+        {"stride": 0},
+    ],
 )
 def test_bad_options_are_refused(wrong):
     with pytest.raises(InputError):

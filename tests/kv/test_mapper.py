@@ -16,7 +16,9 @@ def random_mapper(source, target, seed=0, k=2) -> KVMapper:
     """A mapper with random matrices whose key and value layers differ, so that mixing them up shows."""
     generator = torch.Generator().manual_seed(seed)
     spec_src, spec_tgt = KVSpec.from_config(source.config), KVSpec.from_config(target.config)
-    key_layers = tuple(tuple(sorted({t % spec_src.layers, (t + 1) % spec_src.layers})) for t in range(spec_tgt.layers))
+    key_layers = tuple(
+        tuple(sorted({t % spec_src.layers, (t + 1) % spec_src.layers})) for t in range(spec_tgt.layers)
+    )
     value_layers = tuple((spec_src.layers - 1 - t % spec_src.layers,) for t in range(spec_tgt.layers))
 
     def matrices(layers):
@@ -65,7 +67,9 @@ def test_map_is_what_the_definition_says(start):
             columns = slice(head * 8, head * 8 + 8)
             expected = rotary_tgt.rotate(k_hat[None, None, :, columns])[0, 0, start:18]
             torch.testing.assert_close(keys[0, head, start:], expected, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(values[0, head, start:], v_hat[start:18, columns], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                values[0, head, start:], v_hat[start:18, columns], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_identity_pair_maps_exactly(any_model):

@@ -16,7 +16,9 @@ LAYERS_SRC, WIDTH_SRC, LAYERS_TGT, WIDTH_TGT = 4, 6, 3, 8
 def data(n: int, seed: int = 0, offset: float = 0.0):
     """Features and outputs with a real linear relation, noise, and means far from zero when asked for."""
     generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(LAYERS_SRC * WIDTH_SRC, LAYERS_TGT * WIDTH_TGT, generator=torch.Generator().manual_seed(9))
+    mixing = torch.randn(
+        LAYERS_SRC * WIDTH_SRC, LAYERS_TGT * WIDTH_TGT, generator=torch.Generator().manual_seed(9)
+    )
     x = torch.randn(n, LAYERS_SRC * WIDTH_SRC, generator=generator)
     y = x @ mixing + torch.randn(n, mixing.shape[1], generator=generator)
     return x + offset, y - offset

@@ -108,10 +108,10 @@ def test_resumed_run_ends_in_the_same_state(material: family.Material, tmp_path:
     assert (tmp_path / "whole" / "distil.jsonl").read_text().count('"ce"') >= 4
 
 
-def test_rate_warms_up_and_decays_in_the_last_quarter() -> None:
+def test_rate_warms_up_and_decays_in_the_last_half() -> None:
     plan = DistilOptions(tokens=1000, rate=1.0, warmup_steps=4)
     assert [plan.rate_at(s, 0) for s in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert plan.rate_at(99, 700) == 1.0 and plan.rate_at(99, 875) == pytest.approx(0.5)
+    assert plan.rate_at(99, 500) == 1.0 and plan.rate_at(99, 750) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="tokens"):
         replace(plan, tokens=0)
 

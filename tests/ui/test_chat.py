@@ -158,9 +158,21 @@ def test_two_visitors_never_meet(tab: ChatTab) -> None:
     assert "secret" in str(tab.everything(tab.engine.visits.get(one))[tab.log])
 
 
-def test_a_forgotten_key_starts_afresh(tab: ChatTab) -> None:
-    key, shown = say(tab, "no-such-key", "hello")
+def test_a_forgotten_chat_is_told_and_the_next_message_works(tab: ChatTab) -> None:
+    shown = tab.ask_send("no-such-key", "hello")
+    assert "does not hold this chat" in shown[tab.status] and tab.log not in shown
+    key, shown = say(tab, shown[tab.key], "hello")
     assert key != "no-such-key" and len(texts(shown, tab)) == 2
+
+
+def test_caches_make_room_visibly(tab: ChatTab, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = say(tab, None, "hello")
+    monkeypatch.setattr(tab.engine, "settings", Settings(max_cache_mb=0))
+    second, _ = say(tab, None, "hello")
+    assert tab.engine.visits.get(first).chat.cache_bytes == 0
+    assert tab.engine.visits.get(second).chat.cache_bytes > 0
+    _, shown = say(tab, first, "go on")
+    assert "freed this chat" in shown[tab.status] and len(texts(shown, tab)) == 4
 
 
 def test_an_example_is_sent(tab: ChatTab) -> None:

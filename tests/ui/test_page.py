@@ -18,10 +18,17 @@ TABS = {
     "quality": "Quality",
     "fit": "Fit",
 }
+SELECTED = "name => document.querySelector('.kv-tabs [role=tab][aria-selected=true]')?.innerText === name"
 
 
 def open_tab(page: Any, name: str) -> None:
-    page.get_by_role("tab", name=TABS[name], exact=True).click()
+    """Clicks a tab; on a narrow screen most stand in a menu."""
+    tab = page.get_by_role("tab", name=TABS[name], exact=True)
+    if not (tab.count() and tab.is_visible()):
+        page.locator(".overflow-menu > button").click()
+        tab = page.locator(".overflow-dropdown button", has_text=TABS[name])
+    tab.click()
+    page.wait_for_function(SELECTED, arg=TABS[name])
 
 
 def say(page: Any, text: str) -> None:
@@ -147,18 +154,24 @@ def test_bad_input_is_one_sentence(server: Any, open_page: Any) -> None:
     assert "Traceback" not in page.content()
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", ["wide", "narrow"])
+@pytest.mark.parametrize(("size", "dark"), [("wide", True), ("narrow", False), ("narrow", True)])
 def test_nothing_is_cut_off(server: Any, open_page: Any, size: str, dark: bool) -> None:
-    """Screenshots of every tab; the page itself never scrolls sideways, and `?tab=` opens a tab."""
-    selected = "name => document.querySelector('.kv-tabs [role=tab][aria-selected=true]').innerText === name"
+    """Screenshots of every tab; the page itself never scrolls sideways."""
+    page = open_page(server.url, size=size, dark=dark)
     for name in TABS:
-        page = open_page(f"{server.url}?tab={name}", size=size, dark=dark)
-        page.wait_for_function(selected, arg=TABS[name])
+        open_tab(page, name)
         page.wait_for_timeout(500)
         shoot(page, f"tiny-{name}-{size}-{'dark' if dark else 'light'}")
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1"), name
-        page.context.close()
+
+
+def test_a_link_opens_a_tab(server: Any, open_page: Any) -> None:
+    page = open_page(f"{server.url}?tab=heads", size="narrow")
+    page.wait_for_function(SELECTED, arg="Heads")
+    open_tab(page, "fit")
+    assert "tab=fit" in page.url
+    open_tab(page, "chat")
+    assert "tab=" not in page.url
 
 
 def test_served_plainly(server: Any) -> None:

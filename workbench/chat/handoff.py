@@ -128,7 +128,9 @@ def hand_over(
         )
         clock.lap()
         ms |= {"map_strip": times.strip_ms, "map_product": times.product_ms, "map_rotate": times.rotate_ms}
-        logits = forward(target.model, ids[map_stop:], target_cache, chunk=PREFILL_CHUNK, should_stop=should_stop)
+        logits = forward(
+            target.model, ids[map_stop:], target_cache, chunk=PREFILL_CHUNK, should_stop=should_stop
+        )
         ms["hold_back"] = clock.lap()
     except BaseException:
         truncate(target_cache, reused)
@@ -180,7 +182,9 @@ def prefill(
     )  # fmt: skip
 
 
-def measure_prefill(account: Account, ids: Sequence[int], target: LoadedModel, reused: int | None = None) -> Account:
+def measure_prefill(
+    account: Account, ids: Sequence[int], target: LoadedModel, reused: int | None = None
+) -> Account:
     """The account with the true prefill that it avoided, measured now on a scratch cache.
 
     What the target still held would not have been prefilled either, so only the new tokens are timed, over a cache of

@@ -17,17 +17,33 @@ HELP = "fit a mapper from one model's KV cache to the other's and save it"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the fit; the pair and the direction are common to all commands."""
     parser.add_argument("--out", type=Path, help="folder for the mapper (default: with your other mappers)")
-    parser.add_argument("--calibration", type=Path, nargs="+", metavar="FILE", help="text files (default: the built-in)")
+    parser.add_argument(
+        "--calibration", type=Path, nargs="+", metavar="FILE", help="text files (default: the built-in)"
+    )
     parser.add_argument("--sequences", type=int, default=96, help="pieces of text to read (default: 96)")
     parser.add_argument("--length", type=int, default=512, help="tokens a piece (default: 512)")
     parser.add_argument("--stride", type=int, default=1, help="use every S-th token (default: 1)")
-    parser.add_argument("--top-k", default="6", metavar="K|all|auto", help="source layers a target layer (default: 6)")
-    parser.add_argument("--ridge", default="0.01", metavar="X|auto", help="ridge strength, without unit (default: 0.01)")
-    parser.add_argument("--objective", choices=["plain"], default="plain", help="what is minimised (default: plain)")
-    parser.add_argument("--anchors", type=int, default=4, help="first tokens left out and run natively (default: 4)")
+    parser.add_argument(
+        "--top-k", default="6", metavar="K|all|auto", help="source layers a target layer (default: 6)"
+    )
+    parser.add_argument(
+        "--ridge", default="0.01", metavar="X|auto", help="ridge strength, without unit (default: 0.01)"
+    )
+    parser.add_argument(
+        "--objective", choices=["plain"], default="plain", help="what is minimised (default: plain)"
+    )
+    parser.add_argument(
+        "--anchors", type=int, default=4, help="first tokens left out and run natively (default: 4)"
+    )
     parser.add_argument("--hold-back", type=int, default=16, help="last tokens to run natively (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of pieces (default: 0)")
-    parser.add_argument("--resume", action="store_true", help="go on from a fit that was stopped")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from a fit that was stopped, or from --sums"
+    )
+    parser.add_argument(
+        "--sums", type=Path, metavar="FILE",
+        help="keep what was gathered from the text here: with --resume another --top-k or --ridge is fitted at once",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
@@ -54,7 +70,9 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     out = args.out or home() / "mappers" / host.pair.name / direction
     check_writable(out)
     documents = corpus.read_files(args.calibration) if args.calibration else corpus.documents("calibration")
-    name = ", ".join(path.name for path in args.calibration) if args.calibration else "built-in calibration text"
+    name = (
+        ", ".join(path.name for path in args.calibration) if args.calibration else "built-in calibration text"
+    )
     texts = [document.text for document in documents]
 
     source, target = host.model(source_side, progress), host.model(target_side, progress)
@@ -67,7 +85,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         )
     mapper, manifest, report = fit(
         source, target, texts, options, direction=direction, calibration=name, progress=progress,
-        state_file=out.parent / f".{out.name}.fit.safetensors", resume=args.resume,
+        state_file=args.sums or out.parent / f".{out.name}.fit.safetensors", resume=args.resume,
+        keep_state=args.sums is not None,
     )  # fmt: skip
     save(out, mapper, manifest)
     result = asdict(report)
@@ -100,7 +119,9 @@ def check_writable(folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder.name!r} is a file, not a folder.", "Choose another --out.")
     except OSError as error:
-        raise InputError(f"Nothing can be saved in {folder.name!r}: {error.strerror}.", "Choose another --out.") from error
+        raise InputError(
+            f"Nothing can be saved in {folder.name!r}: {error.strerror}.", "Choose another --out."
+        ) from error
 
 
 def _number(text: str, option: str, kind: type, words: dict[str, Any]) -> Any:

@@ -95,7 +95,9 @@ class Manifest:
             )
         names = set(cls.__dataclass_fields__)
         for name in sorted(names ^ set(data)):
-            raise ArtefactError(f"The manifest has {'no' if name in names else 'an unknown'} field {str(name)[:80]!r}.")
+            raise ArtefactError(
+                f"The manifest has {'no' if name in names else 'an unknown'} field {str(name)[:80]!r}."
+            )
         values = dict(data)
         checks: dict[str, type | tuple[type, ...]] = {
             "direction": str, "objective": str, "top_k": (int, str), "ridge": (int, float, str), "anchors": int,
@@ -120,7 +122,9 @@ def _identity_from_json(side: str, data: Any) -> ModelIdentity:
     if not all(isinstance(data[name], str) for name in ("name", "revision", "tokenizer")):
         raise ArtefactError(f"The manifest's field {side!r} has a wrong type inside.")
     try:
-        return ModelIdentity(data["name"], data["revision"], KVSpec.from_json(data["spec"]), data["tokenizer"])
+        return ModelIdentity(
+            data["name"], data["revision"], KVSpec.from_json(data["spec"]), data["tokenizer"]
+        )
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ArtefactError(f"The manifest's field '{side}.spec' cannot be read.") from error
 
@@ -156,7 +160,9 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
     }
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise ArtefactError(f"The tensor {name} has {int((~torch.isfinite(tensor)).sum())} values that are not finite.")
+            raise ArtefactError(
+                f"The tensor {name} has {int((~torch.isfinite(tensor)).sum())} values that are not finite."
+            )
     largest = max(float(tensor.abs().max()) for tensor in tensors.values())
     if largest < torch.finfo(dtype).max / 2:
         # Biases stay float32: with large key biases half precision would move every key by the same visible amount.
@@ -179,7 +185,8 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
             _sweep(folder)
     except OSError as error:
         raise ArtefactError(
-            f"The mapper cannot be saved in {folder.name!r}: {error.strerror}.", "Choose another folder or make room."
+            f"The mapper cannot be saved in {folder.name!r}: {error.strerror}.",
+            "Choose another folder or make room.",
         ) from error
     return manifest
 
@@ -242,7 +249,9 @@ def load(
     tensors = load_tensors(blob)
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise ArtefactError(f"The tensor {name} has {int((~torch.isfinite(tensor)).sum())} values that are not finite.")
+            raise ArtefactError(
+                f"The tensor {name} has {int((~torch.isfinite(tensor)).sum())} values that are not finite."
+            )
 
     def column(kind: str, part: str) -> tuple[Tensor, ...]:
         return tuple(tensors[f"{kind}.{t}.{part}"] for t in range(manifest.target.spec.layers))
@@ -264,7 +273,9 @@ def verify(
         ArtefactError: naming the first field that differs, and both values.
     """
     if direction and manifest.direction != direction:
-        raise ArtefactError(f"This mapper's direction is {manifest.direction!r}, but {direction!r} is needed.")
+        raise ArtefactError(
+            f"This mapper's direction is {manifest.direction!r}, but {direction!r} is needed."
+        )
     for side, expected in (("source", source), ("target", target)):
         if expected is None:
             continue
@@ -337,7 +348,11 @@ def _check_header(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     total = 0
     for name, shape in shapes.items():
         entry = header[name]
-        if not isinstance(entry, dict) or entry.get("dtype") not in DTYPES or entry.get("shape") != list(shape):
+        if (
+            not isinstance(entry, dict)
+            or entry.get("dtype") not in DTYPES
+            or entry.get("shape") != list(shape)
+        ):
             raise ArtefactError(f"The tensor {name} of {path.name} does not have shape {shape}.")
         total += math.prod(shape) * DTYPES[entry["dtype"]]
     if size != 8 + header_length + total:

@@ -70,7 +70,9 @@ class FitOptions:
             InputError: naming the option.
         """
         if self.sequences < HELD_OUT_EVERY:
-            raise InputError(f"At least {HELD_OUT_EVERY} sequences are needed, {self.sequences} were asked for.")
+            raise InputError(
+                f"At least {HELD_OUT_EVERY} sequences are needed, {self.sequences} were asked for."
+            )
         if self.length < SHORTEST_SEQUENCE:
             raise InputError(f"A sequence must have at least {SHORTEST_SEQUENCE} tokens, not {self.length}.")
         if not 1 <= self.stride < self.length - self.anchors or not 0 <= self.anchors < self.length:
@@ -112,14 +114,18 @@ class FitReport:
 def cut_sequences(tokenizer: Any, texts: Sequence[str], options: FitOptions) -> list[list[int]]:
     """Cut documents into pieces of `options.length` tokens and pick `options.sequences` of them, spread by a seed.
 
+    Every piece starts as a context does, with the start token where the tokenizer adds one.
+
     Raises:
         InputError: when the texts have too few tokens.
     """
     pieces: list[list[int]] = []
+    first = list(tokenizer("")["input_ids"])
+    step = options.length - len(first)
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        for start in range(0, len(ids), options.length):
-            piece = ids[start : start + options.length]
+        for start in range(0, len(ids), step):
+            piece = first + ids[start : start + step]
             if len(piece) >= max(SHORTEST_SEQUENCE, options.anchors + options.stride + 1):
                 pieces.append(piece)
     if len(pieces) < HELD_OUT_EVERY:
@@ -149,6 +155,7 @@ def fit(
     should_stop: Callable[[], bool] | None = None,
     state_file: Path | None = None,
     resume: bool = False,
+    keep_state: bool = False,
 ) -> tuple[KVMapper, Manifest, FitReport]:
     """Fit a mapper from `source` to `target`.
 
@@ -162,7 +169,9 @@ def fit(
         progress: called with a share of 1 and a sentence.
         should_stop: asked before every sequence and every target layer.
         state_file: where the sums are kept while they are gathered, so that a killed fit can go on.
-        resume: go on from `state_file` where it belongs to the same fit.
+        resume: go on from `state_file` where it holds sums of the same texts, models and anchors.
+        keep_state: leave the complete sums in `state_file`, so that a fit with another `top_k` or `ridge` can resume
+            from them without reading anything again.
 
     Returns:
         The mapper (float32), its manifest (without the tensors' sum, which saving fills in) and the report.
@@ -176,7 +185,8 @@ def fit(
     tell = progress or (lambda share, text: None)
     sequences = cut_sequences(source.tokenizer, texts, options)
     gatherer = Gatherer(source, target, options)
-    digest = hashlib.sha256(repr((sequences, options, source.identity, target.identity)).encode()).hexdigest()
+    gathered = (sequences, options.anchors, options.stride, source.identity, target.identity)
+    digest = hashlib.sha256(repr(gathered).encode()).hexdigest()
     state = FitState(state_file, digest) if state_file else None
     done = state.restore(gatherer.moments) if state and resume else 0
 
@@ -189,13 +199,17 @@ def fit(
             state.save_if_due(gatherer.moments, index + 1)
         tell(0.8 * (index + 1) / len(sequences), f"read {index + 1} of {len(sequences)} sequences")
     capture_seconds = perf_counter() - clock
+    if state and keep_state and done < len(sequences):
+        state.save(gatherer.moments, len(sequences))
 
     clock = perf_counter()
     solutions: dict[str, list[Solution]] = {}
     r2: dict[str, list[list[float]]] = {}
     for kind in ("key", "value"):
         moments = gatherer.moments
-        solver = RidgeSolver(moments[kind], moments[f"{kind}_heldout"], source.spec.layers, target.spec.layers)
+        solver = RidgeSolver(
+            moments[kind], moments[f"{kind}_heldout"], source.spec.layers, target.spec.layers
+        )
         solutions[kind], r2[kind] = [], []
         for t in range(target.spec.layers):
             if should_stop and should_stop():
@@ -231,7 +245,7 @@ def fit(
         },
         versions={name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
     )  # fmt: skip
-    if state:
+    if state and not keep_state:
         state.discard()
     return mapper, manifest, report
 

@@ -170,8 +170,10 @@ class KVMapper:
         dtype = self.key_weight[0].dtype
         keys, values = {}, {}
         for layer in sorted({layer for chosen in self.key_layers for layer in chosen}):
-            k_pre = rotary_src.strip(layer_tensors(source_cache, layer)[0][..., start:stop, :], start)
-            keys[layer] = side_by_side(k_pre).to(dtype)
+            k_rot = layer_tensors(source_cache, layer)[0][..., start:stop, :]
+            features = torch.empty(stop - start, self.source.kv_width, dtype=dtype, device=k_rot.device)
+            rotary_src.strip(k_rot, start, out=head_by_head(features, self.source.kv_heads))
+            keys[layer] = features
         for layer in sorted({layer for chosen in self.value_layers for layer in chosen}):
             values[layer] = side_by_side(layer_tensors(source_cache, layer)[1][..., start:stop, :]).to(dtype)
         _wait_for(next(iter(keys.values())).device)
@@ -191,15 +193,19 @@ class KVMapper:
         """One target layer: two matrix products, then straight into its slots of the target's cache."""
         clock = perf_counter()
         device = self.key_weight[t].device
-        heads, dim = self.target.kv_heads, self.target.head_dim
+        heads = self.target.kv_heads
         k_pre = torch.addmm(self.key_bias[t], _gather(keys, self.key_layers[t], device), self.key_weight[t])
-        value = torch.addmm(self.value_bias[t], _gather(values, self.value_layers[t], device), self.value_weight[t])
+        value = torch.addmm(
+            self.value_bias[t], _gather(values, self.value_layers[t], device), self.value_weight[t]
+        )
         _wait_for(device)
         after_product = perf_counter()
         n = k_pre.shape[0]
-        key_slots, value_slots = target_cache.layers[t].append_slots(n, heads, dim, k_pre.dtype, device)
-        rotary_tgt.rotate(k_pre.view(n, heads, dim).transpose(0, 1)[None], start, out=key_slots)
-        value_slots.copy_(value.view(n, heads, dim).transpose(0, 1)[None])
+        key_slots, value_slots = target_cache.layers[t].append_slots(
+            n, heads, self.target.head_dim, k_pre.dtype, device
+        )
+        rotary_tgt.rotate(head_by_head(k_pre, heads), start, out=key_slots)
+        value_slots.copy_(head_by_head(value, heads))
         _wait_for(device)
         times.product_ms += (after_product - clock) * 1e3
         times.rotate_ms += (perf_counter() - after_product) * 1e3
@@ -208,6 +214,11 @@ class KVMapper:
 def side_by_side(heads: Tensor) -> Tensor:
     """(1, heads, n, head_dim) of one layer -> (n, heads * head_dim), head by head."""
     return heads[0].transpose(0, 1).flatten(1)
+
+
+def head_by_head(rows: Tensor, heads: int) -> Tensor:
+    """(n, heads * head_dim) -> (1, heads, n, head_dim), a view: the inverse of `side_by_side`."""
+    return rows.view(rows.shape[0], heads, -1).transpose(0, 1)[None]
 
 
 def _gather(features: dict[int, Tensor], layers: tuple[int, ...], device: torch.device) -> Tensor:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FLUSH_ROWS = 2048  # rows gathered before the products: adding to a float64 (F, F) matrix costs more than few rows do
+FLUSH_ROWS = (
+    2048  # rows gathered before the products: adding to a float64 (F, F) matrix costs more than few rows do
+)
 
 
 class Moments:

@@ -110,12 +110,16 @@ class RidgeSolver:
         Returns:
             The solution; its `layers` are in ascending order.
         """
-        ladder = (top_k,) if top_k else (*(k for k in TOP_K_LADDER if k < self.source_layers), self.source_layers)
+        ladder = (
+            (top_k,) if top_k else (*(k for k in TOP_K_LADDER if k < self.source_layers), self.source_layers)
+        )
         everything = all(k >= self.source_layers for k in ladder)
         ranked = [] if everything else self.rank(target_layer, heads, ridge or 1e-2)
         best, best_score = None, float("-inf")
         for k in ladder:
-            layers = tuple(range(self.source_layers)) if k >= self.source_layers else tuple(sorted(ranked[:k]))
+            layers = (
+                tuple(range(self.source_layers)) if k >= self.source_layers else tuple(sorted(ranked[:k]))
+            )
             for candidate in (ridge,) if ridge else RIDGE_LADDER:
                 solution = self.solve(target_layer, layers, candidate)
                 score = float(self.r2(target_layer, solution, heads).mean())

@@ -15,7 +15,7 @@ from workbench.kv.moments import Moments
 class FitState:
     """Keeps moments in one file, bound by `digest` to the texts, options and models of one fit."""
 
-    def __init__(self, path: Path, digest: str, every_seconds: float = 60.0) -> None:
+    def __init__(self, path: Path, digest: str, every_seconds: float = 120.0) -> None:
         self.path, self.digest, self.every_seconds = Path(path), digest, every_seconds
         self._last = monotonic()
 
@@ -48,7 +48,9 @@ class FitState:
                     return 0
                 names = list(file.keys())
                 for name in moments:
-                    state = {key.split("/")[1]: file.get_tensor(key) for key in names if key.startswith(f"{name}/")}
+                    state = {
+                        key.split("/")[1]: file.get_tensor(key) for key in names if key.startswith(f"{name}/")
+                    }
                     moments[name] = Moments.from_state({key: t.clone() for key, t in state.items()})
                 return int(metadata["done"])
         except (OSError, SafetensorError):

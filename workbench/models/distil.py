@@ -44,12 +44,12 @@ class Block:
 
 @dataclass(frozen=True)
 class DistilOptions:
-    """`tokens` is the plan that the schedule follows: warm-up, constant, linear decay in the last quarter."""
+    """`tokens` is the plan that the schedule follows: warm-up, constant, linear decay in the last half."""
 
     tokens: int
-    rate: float = 5e-4
+    rate: float = 2e-4
     warmup_steps: int = 10
-    decay_share: float = 0.25
+    decay_share: float = 0.5
     ema: float = 0.98
     clip: float = 1.0
     seed: int = 0

@@ -53,7 +53,7 @@ Progress = Callable[[float, str], None]
 STAGES = ("chats", "layers", "distil", "pack")
 KEPT_LAYERS = 20
 TEXTS = Path(__file__).resolve().parents[2] / "assets" / "text"
-RATES = (4e-4, 1e-3)
+RATES = (1e-4, 2e-4)
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,13 @@ class FamilyOptions:
     evaluate_every: int = 50_000
     seed: int = 1000
     average: bool | None = None
+    bits: tuple[int, ...] = (2, 3, 4)
 
     def __post_init__(self) -> None:
         if self.stage not in (*STAGES, "all"):
             raise InputError(f"--stage must be one of {', '.join(STAGES)} or all, not {self.stage!r}.")
+        if not all(1 <= b <= 8 for b in self.bits):
+            raise InputError("--bits must be from 1 to 8.")
         if self.tokens < 1 or self.kept < 1:
             raise InputError("--tokens and the number of kept layers must be at least 1.")
 
@@ -336,7 +339,7 @@ def stage_distil(options: FamilyOptions, material: Material, report: Progress) -
     student = first_student(options, material, kept, (texts, chats), report)
     job = Distiller(material.model, student, texts, chats, plan, options.work)
     job.load()
-    large = {name: cross_entropy(material.model, blocks) for name, blocks in held.items()}
+    large = _large_losses(options, material, held)
     if job.step == 0:
         small = {name: cross_entropy(job.student, blocks) for name, blocks in held.items()}
         job.log(tokens=0, ce={"large": large, "small": small})
@@ -356,6 +359,17 @@ def stage_distil(options: FamilyOptions, material: Material, report: Progress) -
             signal.signal(signal.SIGTERM, previous)
     small = {name: cross_entropy(job.student, blocks) for name, blocks in held.items()}
     return {"ce": {"large": large, "small": small}, "tokens": job.tokens, "rate": plan.rate}
+
+
+def _large_losses(
+    options: FamilyOptions, material: Material, held: dict[str, list[Block]]
+) -> dict[str, float]:
+    """The large model's held-out losses, measured once: it does not change."""
+    file = options.work / f"large-{options.held_blocks}.json"
+    if not file.exists():
+        losses = {name: cross_entropy(material.model, blocks) for name, blocks in held.items()}
+        write_atomically(file, json.dumps(losses))
+    return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _layers(options: FamilyOptions) -> dict[str, Any]:
@@ -414,7 +428,9 @@ def stage_pack(options: FamilyOptions, material: Material, report: Progress) -> 
     train = text_blocks(material.tokenizer, read_documents(options.texts / "train")[::20], options.length)[:8]
     train += chat_blocks(material.tokenizer, _chats(options, "chats")[:8], options.length)
     return packing.pack(
-        packing.PackOptions(options.out, options.work / "state.safetensors", kept, options.average),
+        packing.PackOptions(
+            options.out, options.work / "state.safetensors", kept, options.average, bits=options.bits
+        ),
         material.model,
         new_student(material, kept),
         load_file(material.path / "model.safetensors"),
@@ -443,6 +459,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kept-layers", type=int, default=KEPT_LAYERS, choices=range(16, 21), metavar="16..20"
     )
     parser.add_argument(
+        "--bits", type=int, nargs="+", default=[2, 3, 4], help="bits a weight to try when packing"
+    )
+    parser.add_argument(
         "--weights", choices=["auto", "last", "average"], default="auto", help="which weights to pack"
     )
 
@@ -458,6 +477,7 @@ def main_from_args(args: argparse.Namespace) -> dict[str, Any]:
         rate=args.rate,
         kept=args.kept_layers,
         average=average,
+        bits=tuple(args.bits),
         **given,
     )
     return run(options, lambda share, text: print(f"{share:5.0%} {text}", file=sys.stderr, flush=True))

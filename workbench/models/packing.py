@@ -138,7 +138,7 @@ def pack(
     if not candidates:
         raise InputError(f"No form of {options.bits} bits fits into {LIMIT_BYTES} bytes.")
     loss, settings, form, tensors, ce = min(candidates, key=lambda c: c[0])
-    if options.low_rank_bytes:
+    if options.low_rank_bytes and len(options.bits) > 1:  # one form asked for: no comparison wanted
         other = measure(low_rank(weights, base, options.kept, options.low_rank_bytes))
         table.append({"form": "low rank", "bytes": options.low_rank_bytes, "ce": other})
         report(0.95, f"low rank: {options.low_rank_bytes / 1e6:.1f} MB, {_show(other)}")

@@ -1,8 +1,8 @@
 """The Chat tab: a conversation that changes models, and the account of every change.
 
 Every action takes two steps. The first runs at once, outside the queue: it checks, notes what was asked for
-in the visitor's `Visit`, and shows that it was heard. The second waits for the models' turn, picks the note up
-(once: a double click finds nothing), does the work in a job thread, and streams. All computing, undo and
+in the visitor's `Visit`, and shows that it was heard. The second waits for the models' turn, picks the note
+up (once: a double click finds nothing), does the work in a job thread, and streams. All computing, undo and
 clear included, happens in the second step, so a conversation is never touched by two threads.
 """
 
@@ -17,8 +17,9 @@ import gradio as gr
 
 from workbench.errors import Cancelled, InputError
 from workbench.ui import chat_view as view
+from workbench.ui.chat_work import Choices, carry_out
 from workbench.ui.engine import Engine
-from workbench.ui.jobs import Done, StopFlag, run_job
+from workbench.ui.jobs import Done, run_job
 from workbench.ui.markup import progress
 from workbench.ui.measuring import MODEL, QUICK, visit_of
 from workbench.ui.session import Request, Visit
@@ -160,7 +161,8 @@ class ChatTab:
             trigger: Callable[..., Any], ask: Callable[..., Any], inputs: list[Any], name: str
         ) -> None:
             first = trigger(ask, inputs, shown, api_name=f"ask_{name}", **QUICK, **api)
-            first.then(self.run, settings, shown, api_name=f"run_{name}", **MODEL, **api)
+            second = first.then(self.run, settings, shown, api_name=f"run_{name}", **MODEL, **api)
+            second.failure(self.turned_away, [self.key], shown, api_name=f"away_{name}", **QUICK, **api)
 
         action(self.send.click, self.ask_send, [self.key, self.text], "send")
         action(self.text.submit, self.ask_send, [self.key, self.text], "submit")
@@ -179,8 +181,10 @@ class ChatTab:
 
     def ask_send(self, key: str | None, text: str) -> dict[Any, Any]:
         """Notes a message to send, or an edited one."""
-        key, visit = visit_of(self.engine, key)
+        old, (key, visit) = key, visit_of(self.engine, key)
         text = text or ""
+        if old and old != key:  # told once, with what is on the screen left as it is
+            return self._refuse(key, visit, "")
         if visit.pending is not None or visit.busy:
             return self._refuse(key, visit, "The model is still at work. Press Stop to end it first.")
         if not text.strip():
@@ -278,6 +282,16 @@ class ChatTab:
         visit.stop_all()
         return progress("Stopping")
 
+    def turned_away(self, key: str | None) -> dict[Any, Any]:
+        """The second step was not let in, because too many wait already: everything is as before the click."""
+        key, visit = visit_of(self.engine, key)
+        request, visit.pending = visit.pending, None
+        if request is None:
+            return {self.key: key}
+        text = {self.text: request.text} if request.text else {}
+        told = view.notice_view("Too many people are waiting for the model. Try again in a moment.", "warn")
+        return {self.key: key, **self.everything(visit), self.status: told, **text}
+
     # --- second step: in the models' lane ---
 
     def run(
@@ -303,22 +317,23 @@ class ChatTab:
                 return
             visit.running = request
         try:
-            sampling = {
-                "greedy": bool(greedy),
-                "temperature": float(temperature),
-                "top_p": float(top_p),
-                "max_new_tokens": int(max_tokens),
-                "seed": int(seed or 0),
-            }
-            handoff = (None, None) if recommended else (int(anchors), int(hold_back))
-            with closing(
-                run_job(
-                    lambda post, stop: self._work(
-                        visit, request, sampling, handoff, measure_each, post, stop
-                    ),
-                    request.stop,
-                )
-            ) as items:
+            chosen = Choices(
+                sampling={
+                    "greedy": bool(greedy),
+                    "temperature": float(temperature),
+                    "top_p": float(top_p),
+                    "max_new_tokens": int(max_tokens),
+                    "seed": int(seed or 0),
+                },
+                anchors=None if recommended else int(anchors),
+                hold_back=None if recommended else int(hold_back),
+                measure_each=bool(measure_each),
+            )
+
+            def work(post: Callable[[Any], None], stop: Callable[[], bool]) -> str | None:
+                return carry_out(self.engine, visit, request, chosen, post, stop)
+
+            with closing(run_job(work, request.stop)) as items:
                 for item in items:
                     if item is None:
                         continue
@@ -332,66 +347,6 @@ class ChatTab:
         finally:
             visit.running = None
 
-    def _work(
-        self,
-        visit: Visit,
-        request: Request,
-        sampling: dict[str, Any],
-        handoff: tuple[int | None, int | None],
-        measure_each: bool,
-        post: Callable[[Any], None],
-        stop: StopFlag,
-    ) -> str | None:
-        """The work itself, in the job thread.
-
-        Posts (text, done, total) for progress, True when an answer has grown.
-
-        Returns:
-            Text to put back into the message box, of an undo.
-        """
-        from workbench.chat.conversation import Conversation
-        from workbench.chat.decode import Sampling
-
-        def tell(share: float, text: str) -> None:
-            if stop():
-                raise Cancelled("Stopped.")
-            post((text, share, 1.0))
-
-        with self.engine.model_lane(stop):
-            host = self.engine.host_of(visit)
-            chosen = Sampling(**sampling)
-            if visit.chat is None:
-                visit.chat = Conversation(host, chosen)
-            chat = visit.chat
-            chat.sampling = chosen
-            chat.anchors, chat.hold_back = handoff
-            if request.kind == "clear":
-                chat.clear()
-            elif request.kind == "undo":
-                return chat.undo()
-            elif request.kind == "measure":
-                chat.measure_prefill()
-            elif request.kind == "switch":
-                nothing_said = not chat.messages
-                self.engine.load(host, (request.to,) if nothing_said else (chat.side, request.to), tell)
-                post((f"Switching to the {request.to} model",))
-                chat.switch(request.to, how=request.how, should_stop=stop)
-                visit.last_switch = time.monotonic()
-                if measure_each and chat.accounts[-1].tokens:
-                    post(("Running a true prefill, to compare",))
-                    chat.measure_prefill()
-            else:
-                self.engine.load(host, (chat.side,), tell)
-                post(("Reading",))
-                answers = {
-                    "send": lambda: chat.send(request.text, should_stop=stop),
-                    "retry": lambda: chat.retry(should_stop=stop),
-                    "edit": lambda: chat.edit(request.index, request.text, should_stop=stop),
-                }[request.kind]()
-                for _ in answers:
-                    post(True)  # the page is drawn from the conversation itself
-        return None
-
     # --- what is shown ---
 
     def _after(self, visit: Visit, request: Request, done: Done) -> dict[Any, Any]:
@@ -399,6 +354,8 @@ class ChatTab:
         told: Any = ""
         back: dict[Any, Any] = {}
         error = done.error
+        if visit.notice:
+            told, visit.notice = view.notice_view(visit.notice, "warn"), ""
         if isinstance(error, Cancelled):
             told = view.notice_view("Stopped.")
         elif error is not None:
@@ -424,13 +381,16 @@ class ChatTab:
         }
 
     def _loads(self, visit: Visit) -> str:
-        loaded = self.engine.look(visit).loaded
-        if "small" in loaded:
+        look = self.engine.look(visit)
+        if "small" in look.loaded:
             return "The small model is loaded, so the first message is answered at once."
-        return (
-            "The first message loads the small model and the first switch the large one; "
-            "each takes some seconds, with progress."
-        )
+        if look.ref.name == "embedded":
+            return (
+                "The first message loads the small model (0.4 GB of memory), the first switch the large one "
+                "(0.5 GB). Where their weights are not on this machine yet, 93 MB are fetched once. "
+                "Progress is shown."
+            )
+        return "The first message loads the small model, the first switch the large one, with progress."
 
     def _buttons(self, visit: Visit, busy: bool) -> dict[Any, Any]:
         chat = visit.chat
@@ -452,5 +412,6 @@ class ChatTab:
         }
 
     def _refuse(self, key: str, visit: Visit, text: str, kind: str = "info") -> dict[Any, Any]:
-        del visit
+        if visit.notice:
+            text, kind, visit.notice = visit.notice, "warn", ""
         return {self.key: key, self.status: view.notice_view(text, kind)}

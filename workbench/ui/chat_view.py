@@ -162,7 +162,7 @@ def account_panel(chat: Any) -> str:
     """The account of the last switch, or what will stand here."""
     if chat is None or not chat.accounts:
         return (
-            '<section class="kv-panel"><h3>Account of the last switch</h3><p class="kv-note">No switch yet. '
+            '<section class="kv-panel"><h2>Account of the last switch</h2><p class="kv-note">No switch yet. '
             "After one, this says how many tokens were "
             f"{term('mapped')}, how many were run {term('native', 'natively')}, how long each part took, "
             f"and what a true {term('prefill')} would have cost.</p></section>"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,10 @@ SIDES = {"up": ("small", "large"), "down": ("large", "small")}
 ARROWS = {"up": "small → large", "down": "large → small"}
 
 
+DROPPED = (
+    "To make room, the server has freed this chat's caches. Nothing that was said is lost; the model reads "
+    "the conversation again."
+)
 EMBEDDED = {  # known without reading anything
     "small": ("SmolLM2 sibling", "a pruned and distilled sibling; loads with the first message"),
     "large": ("SmolLM2-135M-Instruct (30 layers)", "loads with the first switch"),
@@ -127,7 +131,7 @@ class Engine:
         threading.Thread(target=body, name="workbench-imports", daemon=True).start()
 
     @contextmanager
-    def model_lane(self, should_stop: Callable[[], bool]):
+    def model_lane(self, should_stop: Callable[[], bool]) -> Iterator[None]:
         """Holds the only lane in which models compute, so that two visitors never share a moment of it."""
         with holding(self.lane, should_stop):
             if should_stop():
@@ -143,6 +147,24 @@ class Engine:
                 tell((place + share) / len(missing), text)
 
             host.model(side, report)
+
+    def make_room(self, keep: Visit) -> None:
+        """Frees the caches of the longest unused chats while all together hold more than is allowed.
+
+        Called in the lane. Their owners are told; what they say next is answered after a visible prefill.
+        """
+        limit = self.settings.max_cache_mb * 1_000_000
+        chats = [visit.chat for visit in self.visits.all() if visit.chat is not None]
+        held = sum(chat.cache_bytes for chat in chats)
+        for visit in self.visits.idle():
+            if held <= limit:
+                return
+            if visit is keep or visit.chat is None or not visit.chat.cache_bytes:
+                continue
+            held -= visit.chat.cache_bytes
+            visit.chat.drop_caches()
+            visit.notice = DROPPED
+            log.info("caches of an idle chat were freed")
 
     def sentence(self, error: BaseException) -> str:
         """One sentence for people; what is no `WorkbenchError` is logged and named without its internals."""

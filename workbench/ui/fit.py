@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from workbench.errors import Cancelled, InputError, WorkbenchError
-from workbench.ui.engine import ARROWS, SIDES, Engine
+from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.fit_work import fit_and_save
 from workbench.ui.jobs import Done, run_job
 from workbench.ui.markup import esc, notice, number, progress, table, term
 from workbench.ui.measuring import QUICK, take_flag, visit_of, wire_job
@@ -247,7 +247,7 @@ class FitTab:
             if have
             else "There is no mapper yet: fit one below."
         )
-        return notice(text) + (table(["", "small", "large"], rows) if rows else "")
+        return notice(text) + (table(["property", "small", "large"], rows) if rows else "")
 
     def fit(
         self,
@@ -283,19 +283,19 @@ class FitTab:
         stop = take_flag(visit)
 
         def work(post: Callable[[Any], None], should_stop: Callable[[], bool]) -> Any:
-            return self._fit(
-                self._ref(pair, small, large),
-                direction,
-                int(sequences),
-                int(length),
-                int(top_k or 0),
-                float(ridge or 0),
-                int(anchors),
-                int(hold_back),
-                [] if settings.public else list(files or []),
-                post,
-                should_stop,
+            from workbench.kv.fit import FitOptions
+
+            options = FitOptions(
+                sequences=int(sequences),
+                length=int(length),
+                top_k=int(top_k or 0) or 10**6,
+                ridge=float(ridge or 0),
+                anchors=int(anchors),
+                hold_back=int(hold_back),
             )
+            own = [] if settings.public else list(files or [])
+            ref = self._ref(pair, small, large)
+            return fit_and_save(self.engine, ref, direction, options, own, post, should_stop)
 
         yield {self.status: progress("Waiting for the model"), self.report: ""}
         try:
@@ -331,78 +331,6 @@ class FitTab:
                         }
         finally:
             visit.job_stop = None
-
-    def _fit(
-        self,
-        ref: Any,
-        direction: str,
-        sequences: int,
-        length: int,
-        top_k: int,
-        ridge: float,
-        anchors: int,
-        hold_back: int,
-        files: list[str],
-        post: Callable[[Any], None],
-        should_stop: Callable[[], bool],
-    ) -> Any:
-        """The work in the job thread; returns (host, gate, report)."""
-        from workbench.chat.handoff import gate
-        from workbench.commands.fit import check_writable
-        from workbench.kv.artefact import save
-        from workbench.kv.fit import FitOptions, cut_sequences, fit
-        from workbench.lab import corpus
-        from workbench.models.catalog import own_artefact_folder
-
-        options = FitOptions(
-            sequences=sequences,
-            length=length,
-            top_k=top_k or 10**6,
-            ridge=ridge,
-            anchors=anchors,
-            hold_back=hold_back,
-        )
-
-        def tell(share: float, text: str) -> None:
-            if should_stop():
-                raise Cancelled("Stopped.")
-            post((text, share))
-
-        host = self.engine.host_for(ref)
-        out = own_artefact_folder(ref, direction)
-        check_writable(out)
-        documents = (
-            corpus.read_files([Path(name) for name in files]) if files else corpus.documents("calibration")
-        )
-        texts = [document.text for document in documents]
-        name = "own text" if files else "built-in calibration text"
-        with self.engine.model_lane(should_stop):
-            self.engine.load(host, SIDES[direction], tell)
-            with host.lane:
-                source, target = (host.model(side) for side in SIDES[direction])
-                tell(0.0, "Checking the gate")
-                passed = gate(target, cut_sequences(target.tokenizer, texts, options)[0][:64])
-                if not passed.ok:
-                    raise WorkbenchError(
-                        f"{target.name} does not pass the gate: its own cache through the handoff path "
-                        f"changes its log-probabilities by up to {passed.max_abs_error:.3g}."
-                    )
-                mapper, manifest, report = fit(
-                    source,
-                    target,
-                    texts,
-                    options,
-                    direction=direction,
-                    calibration=name,
-                    progress=tell,
-                    should_stop=should_stop,
-                    state_file=out.parent / f".{out.name}.fit.safetensors",
-                    resume=True,
-                )
-                tell(1.0, "Saving")
-                save(out, mapper, manifest)
-                host.forget_mapper(direction)
-        return host, passed, report
 
     def use_pair(self, key: str | None, pair: str, small: str, large: str) -> dict[Any, Any]:
         """Gives the visitor's chat this pair; a running chat with another pair is cleared."""
@@ -440,4 +368,4 @@ def report_view(gate: Any, report: Any) -> str:
         ("peak memory of the server", f"{number(round(report.peak_rss_mb))} MB"),
     ]
     warning = notice(report.warning, "warn") if report.warning else ""
-    return warning + f'<div class="kv-panel"><h3>Fit report</h3>{table(["", "value"], rows)}</div>'
+    return warning + f'<div class="kv-panel"><h2>Fit report</h2>{table(["figure", "value"], rows)}</div>'

@@ -249,7 +249,7 @@ def head_view(result: Any, metric: str, layer: int, head: int, sources: Any) -> 
     body = table(["Metric", "this head", "mean of the layer"], rows)
     return (
         f'<section class="kv-panel" aria-live="polite" aria-label="One head">'
-        f'<h3>{title}<span class="kv-note">{which}</span></h3>{body}{source}</section>'
+        f'<h2>{title}<span class="kv-note">{which}</span></h2>{body}{source}</section>'
     )
 
 

@@ -1,9 +1,9 @@
 """Long work behind a streaming page: one worker thread, progress out, a stop flag in.
 
 A gradio handler is a generator; closing it does not end a step that computes inside. So the step runs in a
-thread of its own that holds the model lane, checks a flag at every token and layer, and posts what it has. The
-handler only polls, so it can be closed at any time; closing it, or not polling for a while (the browser is
-gone), raises the flag.
+thread of its own that holds the model lane, checks a flag at every token and layer, and posts what it has.
+The handler only polls, so it can be closed at any time; closing it, or not polling for a while (the browser
+is gone), raises the flag.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,11 +39,8 @@ class StopFlag:
 
 
 @contextmanager
-def holding(lock: threading.Lock | None, should_stop: Callable[[], bool]):
+def holding(lock: threading.Lock, should_stop: Callable[[], bool]) -> Iterator[None]:
     """Holds `lock`; gives up with `Cancelled` when asked to stop while waiting."""
-    if lock is None:
-        yield
-        return
     while not lock.acquire(timeout=0.1):
         if should_stop():
             raise Cancelled("Stopped before it began.")

@@ -302,5 +302,6 @@ def meter(used: int, limit: int | None) -> str:
     text = f"{number(used)} of {number(limit)} tokens of context used"
     return (
         f'<div class="kv-meter{level}"><span>{text}</span>'
-        f'<meter min="0" max="1" high="0.9" value="{share:.4f}" aria-label="{text}"></meter></div>'
+        f'<span role="meter" aria-valuemin="0" aria-valuemax="{limit}" aria-valuenow="{used}" '
+        f'aria-label="{text}"><i style="width:{share:.2%}"></i></span></div>'
     )

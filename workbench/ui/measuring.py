@@ -15,6 +15,10 @@ from workbench.ui.markup import notice, progress
 from workbench.ui.session import Visit
 
 MODEL = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
+LOST = (
+    "The server does not hold this chat any more: it was started again, or made room for others. What you "
+    "see can still be copied; your next message begins a new chat."
+)
 QUICK = {"queue": False, "show_progress": "hidden"}
 
 
@@ -22,9 +26,11 @@ def visit_of(engine: Engine, key: str | None) -> tuple[str, Visit]:
     """The visitor's own things; new ones when the server does not know the key (restarted, or dropped)."""
     visit = engine.visits.get(key)
     if visit is None:
+        lost = LOST if key else ""
         key = engine.visits.open()
         visit = engine.visits.get(key)
         assert visit is not None
+        visit.notice = lost
     return str(key), visit
 
 

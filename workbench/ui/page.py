@@ -19,7 +19,10 @@ from workbench.ui.theme import html
 
 TITLE = "KV Handoff Workbench"
 REMEMBER = """() => {
-  // The open tab stands in the address, so that a link opens it again.
+  // The open tab stands in the address, so that a link opens it again. The first one selects itself at start.
+  const start = !window.kvStarted;
+  window.kvStarted = true;
+  if (start && !"NAME") return;
   const url = new URL(location.href);
   if ("NAME") url.searchParams.set("tab", "NAME"); else url.searchParams.delete("tab");
   history.replaceState(null, "", url);

@@ -43,7 +43,7 @@ class Visit:
     notice: str = ""
     last_switch: float = 0.0
     used: float = field(default_factory=time.monotonic)
-    results: dict[str, Any] = field(default_factory=dict)
+    results: dict[tuple[str, str, str], Any] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stop_all(self) -> None:
@@ -92,6 +92,16 @@ class Visits:
                 visit.used = time.monotonic()
                 self._visits.move_to_end(key or "")
             return visit
+
+    def idle(self) -> list[Visit]:
+        """Visits that run nothing, longest unused first."""
+        with self._lock:
+            return [visit for visit in self._visits.values() if not visit.busy and visit.pending is None]
+
+    def all(self) -> list[Visit]:
+        """All visits."""
+        with self._lock:
+            return list(self._visits.values())
 
     def tab_closed(self, tab: str | None) -> None:
         """Stops at once what a closed tab has running; frees its caches after a short grace."""

@@ -19,8 +19,10 @@ class Settings:
         device_map, dtype, max_memory: Handed to the loader as they are.
         queue_size: Events that may wait; the next one gets "busy" at once.
         max_chats: Chats kept on the server; the oldest idle one is dropped when one more is needed.
+        max_cache_mb: Keys and values of all chats together; the longest unused ones are freed above it.
         max_prompt_chars: Longer text is refused before it is tokenised.
-        debug: Log tracebacks.
+        max_public_fit_tokens: Calibration tokens of one fit on a public page.
+        debug: Log more.
     """
 
     pair: str = "embedded"
@@ -35,6 +37,7 @@ class Settings:
     max_memory: str | None = None
     queue_size: int = 16
     max_chats: int = 24
+    max_cache_mb: int = 2_048
     max_prompt_chars: int = 100_000
     max_public_fit_tokens: int = 2_000
     debug: bool = False

@@ -131,14 +131,12 @@ class SideTab:
                 )
             }
             return
-        handoff = (None, None) if recommended else (int(anchors), int(hold_back))
+        m, h = (None, None) if recommended else (int(anchors), int(hold_back))
 
         def start(host: Any, should_stop: Any) -> Iterator[Any]:
             from workbench.lab.compare import stream
 
-            return stream(
-                host, direction, text, int(tokens), *handoff, should_stop=should_stop, chat=as_message
-            )
+            return stream(host, direction, text, int(tokens), m, h, should_stop, chat=as_message)
 
         for status, result, finished in measure(self.engine, key, direction, "compare", start):
             if result is None:
@@ -219,7 +217,7 @@ def columns_view(result: Any, direction: str = "up") -> str:
             )
         cards.append(
             f'<section class="kv-column kv-col-{name} kv-top-{side}" '
-            f'aria-label="{title}"><h3>{title}</h3><p>{side_badge(side)} {esc(what)}{model}</p>'
+            f'aria-label="{title}"><h2>{title}</h2><p>{side_badge(side)} {esc(what)}{model}</p>'
             f'<div class="kv-text" dir="auto">{text}</div></section>'
         )
     return f'<div class="kv-columns">{"".join(cards)}</div>'

@@ -1,0 +1,101 @@
+"""What a chat action computes, in the job thread and in the models' lane: load, switch, answer, measure."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.errors import Cancelled
+from workbench.ui.engine import Engine
+from workbench.ui.session import Request, Visit
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The settings beside the chat.
+
+    Attributes:
+        sampling: arguments of `Sampling`.
+        anchors, hold_back: of a switch, None for the mapper's own choice.
+        measure_each: run a true prefill after every switch, to compare.
+    """
+
+    sampling: dict[str, Any]
+    anchors: int | None
+    hold_back: int | None
+    measure_each: bool
+
+
+def carry_out(
+    engine: Engine,
+    visit: Visit,
+    request: Request,
+    chosen: Choices,
+    post: Callable[[Any], None],
+    stop: Callable[[], bool],
+) -> str | None:
+    """Does what was asked for.
+
+    Args:
+        engine: models and their lane.
+        visit: whose conversation.
+        request: what to do.
+        chosen: settings.
+        post: called with (text, done, total) for progress, and with True when an answer has grown; the page
+            is drawn from the conversation itself.
+        stop: asked at every token and layer.
+
+    Returns:
+        Text to put back into the message box, of an undo.
+
+    Raises:
+        Cancelled: when asked to stop before there was anything to keep.
+        WorkbenchError: the conversation is then as it was.
+    """
+    if "torch" not in sys.modules:
+        post(("Starting the model libraries",))
+    from workbench.chat.conversation import Conversation
+    from workbench.chat.decode import Sampling
+
+    def tell(share: float, text: str) -> None:
+        if stop():
+            raise Cancelled("Stopped.")
+        post((text, share, 1.0))
+
+    with engine.model_lane(stop):
+        host = engine.host_of(visit)
+        sampling = Sampling(**chosen.sampling)
+        if visit.chat is None:
+            visit.chat = Conversation(host, sampling)
+        chat = visit.chat
+        chat.sampling, chat.anchors, chat.hold_back = sampling, chosen.anchors, chosen.hold_back
+        if request.kind == "clear":
+            chat.clear()
+        elif request.kind == "undo":
+            return str(chat.undo())
+        elif request.kind == "measure":
+            chat.measure_prefill()
+        elif request.kind == "switch":
+            engine.load(host, (chat.side, request.to) if chat.messages else (request.to,), tell)
+            post((f"Switching to the {request.to} model",))
+            chat.switch(request.to, how=request.how, should_stop=stop)
+            visit.last_switch = time.monotonic()
+            if chosen.measure_each and chat.accounts[-1].tokens:
+                post(("Running a true prefill, to compare",))
+                chat.measure_prefill()
+        else:
+            engine.load(host, (chat.side,), tell)
+            post(("Reading",))
+            if request.kind == "send":
+                answers = chat.send(request.text, should_stop=stop)
+            elif request.kind == "retry":
+                answers = chat.retry(should_stop=stop)
+            else:
+                answers = chat.edit(request.index, request.text, should_stop=stop)
+            for _ in answers:
+                post(True)
+        engine.make_room(visit)
+    return None

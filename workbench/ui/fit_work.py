@@ -1,0 +1,87 @@
+"""A fit as the page runs it, in the job thread and in the models' lane: load, gate, fit, save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import Cancelled, WorkbenchError
+from workbench.ui.engine import SIDES, Engine
+
+if TYPE_CHECKING:
+    from workbench.kv.fit import FitOptions
+    from workbench.models.catalog import PairRef
+
+
+def fit_and_save(
+    engine: Engine,
+    ref: PairRef,
+    direction: str,
+    options: FitOptions,
+    files: list[str],
+    post: Callable[[Any], None],
+    should_stop: Callable[[], bool],
+) -> Any:
+    """Fits one direction of a pair and saves the mapper with the visitor's others.
+
+    Args:
+        engine: models and their lane.
+        ref: the pair.
+        direction: "up" or "down".
+        options: how to fit.
+        files: calibration texts, none for the built-in ones.
+        post: called with (text, share) for progress.
+        should_stop: asked before every sequence and layer.
+
+    Returns:
+        (host, result of the gate, report of the fit).
+
+    Raises:
+        Cancelled: when asked to stop; the sums so far are kept, so that the same fit goes on from there.
+        WorkbenchError: one sentence that says why it cannot be done.
+    """
+    from workbench.chat.handoff import gate
+    from workbench.commands.fit import check_writable
+    from workbench.kv.artefact import save
+    from workbench.kv.fit import cut_sequences, fit
+    from workbench.lab import corpus
+    from workbench.models.catalog import own_artefact_folder
+
+    def tell(share: float, text: str) -> None:
+        if should_stop():
+            raise Cancelled("Stopped.")
+        post((text, share))
+
+    host = engine.host_for(ref)
+    out = own_artefact_folder(ref, direction)
+    check_writable(out)
+    paths = [Path(name) for name in files]
+    texts = [each.text for each in (corpus.read_files(paths) if paths else corpus.documents("calibration"))]
+    with engine.model_lane(should_stop):
+        engine.load(host, SIDES[direction], tell)
+        with host.lane:
+            source, target = (host.model(side) for side in SIDES[direction])
+            tell(0.0, "Checking the gate")
+            passed = gate(target, cut_sequences(target.tokenizer, texts, options)[0][:64])
+            if not passed.ok:
+                raise WorkbenchError(
+                    f"{target.name} does not pass the gate: its own cache through the handoff path changes "
+                    f"its log-probabilities by up to {passed.max_abs_error:.3g}."
+                )
+            mapper, manifest, report = fit(
+                source,
+                target,
+                texts,
+                options,
+                direction=direction,
+                calibration="own text" if paths else "built-in calibration text",
+                progress=tell,
+                should_stop=should_stop,
+                state_file=out.parent / f".{out.name}.fit.safetensors",
+                resume=True,
+            )
+            tell(1.0, "Saving")
+            save(out, mapper, manifest)
+            host.forget_mapper(direction)
+    return host, passed, report
