@@ -38,9 +38,9 @@ def tiny() -> Any:
     return tiny_host()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A home of its own, so that no test writes into the user's."""
+    """A home of its own, so that no test writes into the user's; only as long as a module that asks for it runs."""
     folder = tmp_path_factory.mktemp("home")
     before = os.environ.get("KV_WORKBENCH_HOME")
     os.environ["KV_WORKBENCH_HOME"] = str(folder)
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["KV_WORKBENCH_HOME"] = before
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tiny: Any, home: Path) -> Iterator[SimpleNamespace]:
     """The page on the tiny pair, served on a free port: `url` and `engine`."""
     from workbench.ui import Settings, build, launch_options

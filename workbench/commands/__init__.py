@@ -1,9 +1,8 @@
-"""The sub-commands, by name. Each is a module, imported only when it is asked for.
+"""The sub-commands, by name. Each is a module, imported only when it is asked for:
 
-NAME, HELP                      what it is called, and one line about it add_arguments(parser)           its
-own options; what all commands share is in `common.py` run(args, progress) -> dict     does it; the JSON
-object. Heavy imports belong in here, so that `--help` is fast show(result) -> str             the same for
-people
+* `add_arguments(parser)`: its own options (what all commands share is in `common.py`);
+* `run(args, progress) -> dict`: does it; the JSON object. Heavy imports belong in here, so that `--help` is fast;
+* `show(result) -> str`: the same for people.
 """
 
 from __future__ import annotations

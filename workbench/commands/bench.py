@@ -10,9 +10,6 @@ from workbench.commands.common import table
 from workbench.commands.saving import add_save_arguments, save, saved_line, shown
 from workbench.errors import InputError
 
-NAME = "bench"
-HELP = "time mapping against true prefill over context lengths"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the bench; the pair and the direction are common to all commands."""

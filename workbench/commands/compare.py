@@ -9,9 +9,6 @@ from typing import Any
 from workbench.commands.common import table
 from workbench.commands.saving import add_save_arguments, save, saved_line, shown
 
-NAME = "compare"
-HELP = "continue a text from the mapped cache, a true prefill and the source"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the comparison; the pair and the direction are common to all commands."""

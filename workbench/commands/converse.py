@@ -14,8 +14,6 @@ from workbench.models.catalog import SIDES, source_side
 if TYPE_CHECKING:
     from workbench.chat.conversation import Conversation
 
-NAME = "converse"
-HELP = "hold a scripted conversation that changes models"
 HOWS = ("mapped", "prefill")
 SCRIPT_LIMIT = 10_000_000
 

@@ -17,8 +17,6 @@ from workbench.models.catalog import DIRECTIONS, SIDES
 if TYPE_CHECKING:
     from workbench.models.pair import PairHost
 
-NAME = "doctor"
-HELP = "check weights, mappers and devices; --fetch gets what is missing"
 GATE_TEXT = "The harbour was quiet, and the last boat of the day had just come in. " * 6
 
 

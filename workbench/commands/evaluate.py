@@ -10,9 +10,6 @@ from workbench.commands.common import table
 from workbench.commands.saving import add_save_arguments, save, saved_line, shown
 from workbench.errors import InputError
 
-NAME = "evaluate"
-HELP = "measure what mapping keeps, with controls"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the evaluation; the pair and the direction are common to all commands."""

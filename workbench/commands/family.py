@@ -6,9 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-NAME = "family"
-HELP = "build the small embedded model again from the large one"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The same options as `python -m workbench.models.family`, whose imports would make `--help` slow."""

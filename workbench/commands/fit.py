@@ -10,9 +10,6 @@ from typing import Any
 
 from workbench.errors import InputError, WorkbenchError
 
-NAME = "fit"
-HELP = "fit a mapper from one model's KV cache to the other's and save it"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the fit; the pair and the direction are common to all commands."""

@@ -8,9 +8,6 @@ from typing import Any
 from workbench.commands.common import table
 from workbench.models.catalog import DIRECTIONS, PAIRS, has_artefact, resolve
 
-NAME = "pairs"
-HELP = "list pairs, what is compatible with what, and why not"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option of its own; with --pair or --source and --target only that pair is shown."""
