@@ -215,12 +215,16 @@ def test_weights_too_large_for_half_precision_keep_float32(made, tmp_path):
 def test_unknown_format_and_fields_are_named(saved):
     path = saved / MANIFEST
     data = json.loads(path.read_text())
+    rope = data["source"]["spec"]["rope"] | {"type": "defautt"}
     for change, message in (
         ({"format": 99}, "format is 99"),
         ({"surprise": 1}, "unknown field 'surprise'"),
         ({"anchors": True}, "'anchors' has the wrong type"),
         ({"key_layers": [[99]] * 4}, "'key_layers'"),
         ({"source": {}}, "'source'"),
+        ({"source": data["source"] | {"spec": data["source"]["spec"] | {"layers": "3"}}}, r"source\.spec"),
+        ({"target": data["target"] | {"spec": data["target"]["spec"] | {"head_dim": -1}}}, r"target\.spec"),
+        ({"source": data["source"] | {"spec": data["source"]["spec"] | {"rope": rope}}}, r"source\.spec"),
     ):
         path.write_text(json.dumps(data | change))
         with pytest.raises(ArtefactError, match=message):

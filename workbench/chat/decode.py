@@ -19,6 +19,7 @@ from workbench.errors import InputError
 from workbench.kv.forward import forward
 from workbench.models.loading import LoadedModel
 
+CHAT_REPETITION_PENALTY = 1.15  # small models repeat themselves for ever without one; a chat's default
 HALF = "\ufffd"  # what tokenizers write for bytes that are no whole character (yet)
 
 

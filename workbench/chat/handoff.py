@@ -135,6 +135,7 @@ def hand_over(
     except BaseException:
         truncate(target_cache, reused)
         raise
+    assert logits is not None  # at least the last token was run
     ms["total"] = clock.total()
     mapped = map_stop - anchor_stop
     return logits, Account(
@@ -175,6 +176,7 @@ def prefill(
     except BaseException:
         truncate(target_cache, reused)
         raise
+    assert logits is not None  # at least the last token was run
     total = clock.total()
     return logits, Account(
         source_name, target.name, "fallback" if reason else "prefill", n, reused, 0, n - reused, 0, 0,
@@ -220,6 +222,7 @@ def gate(target: LoadedModel, ids: Sequence[int], tolerance: float | None = None
         tolerance = GATE_TOLERANCE if target.dtype == torch.float32 else 0.25
     own, mapped = new_cache(target.spec.layers, len(ids)), new_cache(target.spec.layers, len(ids))
     native = forward(target.model, ids, own)
+    assert native is not None  # one row of logits was asked for
     identity = KVMapper.identity(target.spec).to(target.dtype, target.layer_devices)
     logits, _ = hand_over(ids, own, target, mapped, identity, target, anchors=0, hold_back=1)
     error = float((logits.log_softmax(-1) - native.log_softmax(-1)).abs().max())

@@ -30,7 +30,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from workbench.errors import ArtefactError
+from workbench.errors import ArtefactError, UnsupportedModelError
 from workbench.kv.mapper import KVMapper
 from workbench.kv.spec import KVSpec
 
@@ -122,11 +122,20 @@ def _identity_from_json(side: str, data: Any) -> ModelIdentity:
     if not all(isinstance(data[name], str) for name in ("name", "revision", "tokenizer")):
         raise ArtefactError(f"The manifest's field {side!r} has a wrong type inside.")
     try:
-        return ModelIdentity(
-            data["name"], data["revision"], KVSpec.from_json(data["spec"]), data["tokenizer"]
+        spec = KVSpec.from_json(data["spec"])
+        sizes = (
+            spec.layers,
+            spec.kv_heads,
+            spec.query_heads,
+            spec.head_dim,
+            spec.vocab_size,
+            spec.max_positions,
         )
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if not all(type(size) is int and 0 < size < 2**31 for size in sizes):
+            raise ValueError("a size is no positive whole number")
+    except (TypeError, ValueError, KeyError, AttributeError, UnsupportedModelError) as error:
         raise ArtefactError(f"The manifest's field '{side}.spec' cannot be read.") from error
+    return ModelIdentity(data["name"], data["revision"], spec, data["tokenizer"])
 
 
 def _layers_from_json(name: str, data: Any, source: KVSpec, target: KVSpec) -> tuple[tuple[int, ...], ...]:

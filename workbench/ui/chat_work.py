@@ -58,7 +58,7 @@ def carry_out(
     if "torch" not in sys.modules:
         post(("Starting the model libraries",))
     from workbench.chat.conversation import Conversation
-    from workbench.chat.decode import Sampling
+    from workbench.chat.decode import CHAT_REPETITION_PENALTY, Sampling
 
     def tell(share: float, text: str) -> None:
         if stop():
@@ -67,7 +67,7 @@ def carry_out(
 
     with engine.model_lane(stop):
         host = engine.host_of(visit)
-        sampling = Sampling(**chosen.sampling)
+        sampling = Sampling(**chosen.sampling, repetition_penalty=CHAT_REPETITION_PENALTY)
         if visit.chat is None:
             visit.chat = Conversation(host, sampling)
         chat = visit.chat
