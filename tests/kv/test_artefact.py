@@ -1,5 +1,6 @@
 """Artefacts: what is saved is what is loaded; everything else is refused, by name, before it is used."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -160,6 +161,7 @@ def rewrite_header(folder, change):
         (lambda h: h.update(extra=h["key.0.bias"]), "unknown tensor 'extra'"),
         (lambda h: h["value.1.bias"].update(shape=[0, 2**60]), "value.1.bias"),
         (lambda h: h["value.1.bias"].update(dtype="I64"), "value.1.bias"),
+        (lambda h: h["value.1.bias"].update(dtype=["F16"]), "value.1.bias"),
         (
             lambda h: h.update({f"t{i}": h["key.0.bias"] for i in range(100_000)}),
             "unknown tensor|no safetensors",
@@ -169,6 +171,19 @@ def rewrite_header(folder, change):
 def test_header_tricks_are_refused_by_name(saved, change, message):
     rewrite_header(saved, change)
     with pytest.raises(ArtefactError, match=message):
+        artefact.load(saved)
+
+
+def test_overlapping_offsets_and_absurd_numbers_are_refused(saved):
+    rewrite_header(saved, lambda h: h["value.1.bias"].update(data_offsets=h["key.0.bias"]["data_offsets"]))
+    path = saved / MANIFEST
+    data = json.loads(path.read_text())
+    data["tensors_sha256"] = hashlib.sha256((saved / TENSORS).read_bytes()).hexdigest()
+    path.write_text(json.dumps(data))
+    with pytest.raises(ArtefactError, match="no valid safetensors"):
+        artefact.load(saved)
+    path.write_text('{"format": ' + "1" * 5000 + "}")
+    with pytest.raises(ArtefactError, match="not readable JSON"):
         artefact.load(saved)
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
@@ -160,3 +161,14 @@ def test_kv_imports_without_gradio_and_plotly() -> None:
     subprocess.run(
         [sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True, timeout=120
     )
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": -1}, {"vocab_size": 0}, {"max_position_embeddings": None}]
+)
+def test_a_config_with_impossible_sizes_is_refused(change):
+    config = SimpleNamespace(**{**vars(tiny_config("llama")), "model_type": "llama"})
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedModelError, match="config of this llama"):
+        KVSpec.from_config(config)

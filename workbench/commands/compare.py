@@ -8,6 +8,7 @@ from typing import Any
 
 from workbench.commands.common import table
 from workbench.commands.saving import add_save_arguments, save, saved_line, shown
+from workbench.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         text = "\n\n".join(document.text for document in corpus.read_files([args.text]))
     else:
         text = corpus.documents("heldout", limit=1)[0].text
+    if args.context is not None and args.context < 1:
+        raise InputError("--context must be at least 1.")
     limit = args.context or (None if args.text else 256)
     if limit is not None:
         tokenizer = host.model(target_side(direction), progress).tokenizer

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -216,7 +217,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ArtefactError(f"The {MANIFEST} of {folder.name!r} is larger than {MANIFEST_LIMIT} bytes.")
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of absurd length
         raise ArtefactError(f"The {MANIFEST} of {folder.name!r} is not readable JSON.") from error
     return Manifest.from_json(data)
 
@@ -255,7 +256,10 @@ def load(
             "another manifest.",
             "Fit the mapper again or fetch it again.",
         )
-    tensors = load_tensors(blob)
+    try:
+        tensors = load_tensors(blob)
+    except SafetensorError as error:  # offsets that overlap or lie outside, say
+        raise ArtefactError(f"{TENSORS} of {folder.name!r} is no valid safetensors file.") from error
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise ArtefactError(
@@ -345,7 +349,7 @@ def _check_header(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
             raise ArtefactError(f"{path.name} is cut off, or is no safetensors file.")
         try:
             header = json.loads(file.read(header_length))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of absurd length
             raise ArtefactError(f"{path.name} is no safetensors file: its header is not JSON.") from error
     if not isinstance(header, dict):
         raise ArtefactError(f"{path.name} is no safetensors file: its header is not an object.")
@@ -359,11 +363,11 @@ def _check_header(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         entry = header[name]
         if (
             not isinstance(entry, dict)
-            or entry.get("dtype") not in DTYPES
+            or str(entry.get("dtype")) not in DTYPES
             or entry.get("shape") != list(shape)
         ):
             raise ArtefactError(f"The tensor {name} of {path.name} does not have shape {shape}.")
-        total += math.prod(shape) * DTYPES[entry["dtype"]]
+        total += math.prod(shape) * DTYPES[str(entry["dtype"])]
     if size != 8 + header_length + total:
         raise ArtefactError(f"{path.name} has {size} bytes where {8 + header_length + total} are expected.")
 

@@ -115,19 +115,37 @@ class KVSpec:
         reason = _why_unsupported(config)
         if reason:
             raise UnsupportedModelError(f"A model of type {family} cannot be mapped: {reason}.")
-        query_heads = int(config.num_attention_heads)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // query_heads)
-        return cls(
-            family=family,
-            layers=int(config.num_hidden_layers),
-            kv_heads=int(getattr(config, "num_key_value_heads", None) or query_heads),
-            query_heads=query_heads,
-            head_dim=head_dim,
-            hidden_size=int(config.hidden_size),
-            vocab_size=int(config.vocab_size),
-            max_positions=int(config.max_position_embeddings),
-            rope=_rope_spec(config.rope_parameters, head_dim),
-        )
+        try:
+            query_heads = int(config.num_attention_heads)
+            head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // query_heads)
+            spec = cls(
+                family=family,
+                layers=int(config.num_hidden_layers),
+                kv_heads=int(getattr(config, "num_key_value_heads", None) or query_heads),
+                query_heads=query_heads,
+                head_dim=head_dim,
+                hidden_size=int(config.hidden_size),
+                vocab_size=int(config.vocab_size),
+                max_positions=int(config.max_position_embeddings),
+                rope=_rope_spec(config.rope_parameters, head_dim),
+            )
+        except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
+            raise UnsupportedModelError(
+                f"The config of this {family} model cannot be read: {str(error)[:120]}."
+            ) from error
+        if (
+            min(
+                spec.layers,
+                spec.kv_heads,
+                spec.query_heads,
+                spec.head_dim,
+                spec.vocab_size,
+                spec.max_positions,
+            )
+            < 1
+        ):
+            raise UnsupportedModelError(f"The config of this {family} model has a size below 1.")
+        return spec
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `from_json` gives an equal spec."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ShouldStop = Callable[[], bool] | None
 DEFAULT_LENGTHS = (64, 256, 1024, 4096)
-DEFAULT_REPEATS, FEWEST_REPEATS = 9, 5
+DEFAULT_REPEATS, FEWEST_REPEATS, MOST_REPEATS = 9, 5, 1000
 JOBS = ("map", "handoff", "prefill", "prefill_first", "gemm")
 
 
@@ -77,6 +77,8 @@ def stream(
     longest = min(source.spec.max_positions, target.spec.max_positions)
     if not lengths or lengths[0] < 2 or lengths[-1] > longest:
         raise InputError(f"Context lengths must lie between 2 and {longest:,} tokens.")
+    if repeats > MOST_REPEATS:
+        raise InputError(f"{repeats} repeats would take for ever.", f"Use at most {MOST_REPEATS}.")
     if repeats < FEWEST_REPEATS:
         raise InputError(
             f"A median of {repeats} runs says little.", f"Use at least {FEWEST_REPEATS} repeats."

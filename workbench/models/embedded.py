@@ -169,8 +169,15 @@ def ensure(which: Which, progress: Progress | None = None) -> Path:
 @contextmanager
 def _locked(which: Which) -> Iterator[Path]:
     """A temporary folder under a lock. Only the lock's holder sweeps, so a living process loses nothing."""
-    home().mkdir(parents=True, exist_ok=True)
-    with (home() / f".lock-{which}").open("w") as lock:
+    try:
+        home().mkdir(parents=True, exist_ok=True)
+        lock_file = (home() / f".lock-{which}").open("w")
+    except OSError as error:
+        raise ModelUnavailableError(
+            f"The weights cannot be kept: the cache folder cannot be written ({error.strerror}).",
+            "Set KV_WORKBENCH_HOME to a folder that can be written.",
+        ) from error
+    with lock_file as lock:
         if fcntl is not None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         for left in home().glob(f".building-{which}-*"):

@@ -84,7 +84,10 @@ def locate(
 
 def is_local(ref: str) -> bool:
     """Whether a reference needs no model hub."""
-    return ref.startswith(("embedded:", ".", "/", "~")) or Path(ref).exists()
+    try:
+        return ref.startswith(("embedded:", ".", "/", "~")) or Path(ref).exists()
+    except (OSError, ValueError):  # too long for a path, or no path at all
+        return False
 
 
 def _embedded(ref: str, progress: Progress | None, present_only: bool) -> Source:
