@@ -248,3 +248,13 @@ def test_an_artefact_of_another_pair_is_a_visible_fallback(
     )
     account = result["turns"][1]["account"]
     assert status == 0 and account["how"] == "fallback" and "target.revision" in account["reason"]
+
+
+def test_every_option_of_family_reaches_the_recipe(monkeypatch):
+    """The command once lacked an option that the recipe read, so that it could not run at all."""
+    from workbench.models import family
+
+    asked = []
+    monkeypatch.setattr(family, "run", lambda options, progress: asked.append(options) or {"out": "x"})
+    assert main(["family", "--stage", "pack", "--bits", "3", "--weights", "average", "--tokens", "7"]) == 0
+    assert (asked[0].stage, asked[0].bits, asked[0].average, asked[0].tokens) == ("pack", (3,), True, 7)

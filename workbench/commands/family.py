@@ -8,7 +8,7 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The same options as `python -m workbench.models.family`, whose imports would make `--help` slow."""
+    """Options of the recipe; what is not given here is as `workbench.models.family.FamilyOptions` says."""
     parser.add_argument(
         "--out", type=Path, help="folder of sibling.safetensors and sibling.json (default: in the cache)"
     )
@@ -21,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, help="folder of checkpoints and logs (default: in the cache)")
     parser.add_argument("--kept-layers", type=int, default=20, choices=range(16, 21), metavar="16..20")
     parser.add_argument(
+        "--bits",
+        type=int,
+        nargs="+",
+        default=[2, 3, 4],
+        help="bits a weight to try when packing (default: 2 3 4)",
+    )
+    parser.add_argument(
         "--weights", choices=["auto", "last", "average"], default="auto", help="which weights to pack"
     )
 
@@ -29,7 +36,18 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     """Run the stages."""
     from workbench.models import family
 
-    return family.main_from_args(args)
+    given = {name: value for name, value in (("out", args.out), ("work", args.work)) if value is not None}
+    options = family.FamilyOptions(
+        tokens=args.tokens,
+        stage=args.stage,
+        resume=args.resume,
+        rate=args.rate,
+        kept=args.kept_layers,
+        average={"auto": None, "last": False, "average": True}[args.weights],
+        bits=tuple(args.bits),
+        **given,
+    )
+    return family.run(options, progress)
 
 
 def show(result: dict[str, Any]) -> str:

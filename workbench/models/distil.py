@@ -30,6 +30,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from workbench.models.loading import choose_dtype
+
 Progress = Callable[[float, str], None]
 CHUNK = 256
 
@@ -66,20 +68,10 @@ class DistilOptions:
         return self.rate * min(1.0, (step + 1) / self.warmup_steps, max(left, 0.02))
 
 
-def fast_dtype() -> torch.dtype:
-    """bfloat16 where the processor multiplies it in hardware, else float32 (emulated bfloat16 is over 100
-    times slower).
-    """
-    try:
-        fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):
-        fast = False
-    return torch.bfloat16 if fast else torch.float32
-
-
 def autocast() -> Any:
-    """Autocast to `fast_dtype()` on the CPU; off where that is float32."""
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=fast_dtype() is torch.bfloat16)
+    """bfloat16 autocast where the processor multiplies it natively, else off."""
+    fast, _ = choose_dtype(torch.device("cpu"))
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=fast is torch.bfloat16)
 
 
 def stack(blocks: Sequence[Block]) -> tuple[torch.Tensor, torch.Tensor]:

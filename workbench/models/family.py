@@ -12,11 +12,9 @@ has seen.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,10 +32,10 @@ from workbench.models.distil import (
     Distiller,
     DistilOptions,
     cross_entropy,
-    fast_dtype,
     hidden_states,
     stack,
 )
+from workbench.models.loading import choose_dtype
 from workbench.models.refit import refit_down_projections
 from workbench.models.selfchat import (
     ChatOptions,
@@ -210,7 +208,9 @@ def stage_chats(options: FamilyOptions, material: Material, report: Progress) ->
         file = options.texts / f"{name}.jsonl"
         if not file.exists() or sum(c["tokens"] for c in read_chats(file)) < tokens:
             settings = replace(options.chats, batch=min(batch, options.chats.batch))
-            writer = ChatWriter(material.model, material.tokenizer, about, settings, fast_dtype())
+            writer = ChatWriter(
+                material.model, material.tokenizer, about, settings, choose_dtype(torch.device("cpu"))[0]
+            )
             for total, chats in write_chats(writer, options.work / name, tokens, seed):
                 report(min(1.0, total / tokens), f"{name}: {chats} chats, {total} tokens")
             made = read_chats(options.work / name)
@@ -438,54 +438,3 @@ def stage_pack(options: FamilyOptions, material: Material, report: Progress) -> 
         held,
         report,
     )
-
-
-# ------------------------------------------------------------------------------------------ command line
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m workbench family`."""
-    parser.add_argument(
-        "--out", type=Path, help="folder of sibling.safetensors and sibling.json (default: in the cache)"
-    )
-    parser.add_argument("--tokens", type=int, default=500_000, help="tokens to distil on, the whole plan")
-    parser.add_argument("--stage", choices=[*STAGES, "all"], default="all")
-    parser.add_argument("--resume", action="store_true", help="go on from what a killed run left")
-    parser.add_argument(
-        "--rate", type=float, help="learning rate (default: the better of two, tried briefly)"
-    )
-    parser.add_argument("--work", type=Path, help="folder of checkpoints and logs (default: in the cache)")
-    parser.add_argument(
-        "--kept-layers", type=int, default=KEPT_LAYERS, choices=range(16, 21), metavar="16..20"
-    )
-    parser.add_argument(
-        "--bits", type=int, nargs="+", default=[2, 3, 4], help="bits a weight to try when packing"
-    )
-    parser.add_argument(
-        "--weights", choices=["auto", "last", "average"], default="auto", help="which weights to pack"
-    )
-
-
-def main_from_args(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs `family` from parsed arguments; progress goes to standard error."""
-    given: dict[str, Any] = {k: v for k, v in {"out": args.out, "work": args.work}.items() if v is not None}
-    average = {"auto": None, "last": False, "average": True}[args.weights]
-    options = FamilyOptions(
-        tokens=args.tokens,
-        stage=args.stage,
-        resume=args.resume,
-        rate=args.rate,
-        kept=args.kept_layers,
-        average=average,
-        bits=tuple(args.bits),
-        **given,
-    )
-    return run(options, lambda share, text: print(f"{share:5.0%} {text}", file=sys.stderr, flush=True))
-
-
-if __name__ == "__main__":
-    command = argparse.ArgumentParser(
-        prog="python -m workbench.models.family", description=__doc__.splitlines()[0]
-    )
-    add_arguments(command)
-    print(json.dumps(main_from_args(command.parse_args())))

@@ -9,6 +9,7 @@ dtype and can say why. Weights come in through accelerate, so a model may lie on
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import platform
@@ -217,6 +218,7 @@ def choose_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"nothing better is known for {device.type}"
 
 
+@functools.cache  # asked at every training step
 def cpu_bfloat16_flag() -> str:
     """The instruction set that multiplies bfloat16 natively, "" when there is none or it cannot be told."""
     try:
