@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate", type=float, help="learning rate (default: the better of two, tried briefly)"
     )
     parser.add_argument("--work", type=Path, help="folder of checkpoints and logs (default: in the cache)")
+    parser.add_argument(
+        "--start", type=Path, help="folder of a packed sibling to heal further, instead of starting anew"
+    )
     parser.add_argument("--kept-layers", type=int, default=20, choices=range(16, 21), metavar="16..20")
     parser.add_argument(
         "--bits",
@@ -36,7 +39,11 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     """Run the stages."""
     from workbench.models import family
 
-    given = {name: value for name, value in (("out", args.out), ("work", args.work)) if value is not None}
+    given = {
+        name: value
+        for name, value in (("out", args.out), ("work", args.work), ("start", args.start))
+        if value is not None
+    }
     options = family.FamilyOptions(
         tokens=args.tokens,
         stage=args.stage,

@@ -285,8 +285,8 @@ def convert_gguf(gguf: Path, out: Path) -> None:
         tokenizer.save_pretrained(out)
 
 
-def build_sibling(large: Path, difference: Path, manifest: dict[str, Any], out: Path) -> None:
-    """Writes the small model's checkpoint from the large one's folder and the shipped difference.
+def sibling_weights(large: Path, difference: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The small model's state dict, bfloat16, from the large one's folder and the shipped difference.
 
     Raises:
         ArtefactError: tensors are missing or not finite.
@@ -298,11 +298,20 @@ def build_sibling(large: Path, difference: Path, manifest: dict[str, Any], out: 
     kept = [int(i) for i in manifest["kept_layers"]]
     settings = QuantSettings(bits=int(manifest["bits"]), group=int(manifest["group"]))
     try:
-        state = apply_difference(base, delta, kept, settings)
+        return apply_difference(base, delta, kept, settings)
     except KeyError as error:
         raise ArtefactError(f"sibling.safetensors: {error} is missing.") from None
+
+
+def build_sibling(large: Path, difference: Path, manifest: dict[str, Any], out: Path) -> None:
+    """Writes the small model's checkpoint from the large one's folder and the shipped difference.
+
+    Raises:
+        ArtefactError: tensors are missing or not finite.
+    """
+    state = sibling_weights(large, difference, manifest)
     with _no_bars():
-        model = sibling_model(large, kept)
+        model = sibling_model(large, [int(i) for i in manifest["kept_layers"]])
         missing, extra = model.load_state_dict(state, strict=False)
         if extra or set(missing) - {"lm_head.weight"}:  # the head is the embedding
             raise ArtefactError(

@@ -81,6 +81,7 @@ class FamilyOptions:
     seed: int = 1000
     average: bool | None = None
     bits: tuple[int, ...] = (2, 3, 4)
+    start: Path | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (*STAGES, "all"):
@@ -313,8 +314,13 @@ def first_student(
     pools: tuple[list[Block], list[Block]],
     report: Progress,
 ) -> Any:
-    """Where the distillation starts: the kept layers with `down_proj` refitted in closed form, done once."""
+    """Where the distillation starts: a packed sibling where `start` names its folder, else the kept layers with
+    `down_proj` refitted in closed form, done once.
+    """
     file, student = options.work / "refitted.safetensors", new_student(material, kept)
+    if options.start:
+        student.load_state_dict(_packed(options.start, material), strict=False)
+        return student
     if not file.exists():
         ids, counts = stack([b for pool in pools for b in pool[:: max(1, len(pool) // options.refit_blocks)]])
         use = F.pad(counts, (0, 1), value=False)
@@ -372,7 +378,15 @@ def _large_losses(
     return dict(json.loads(file.read_text(encoding="utf-8")))
 
 
+def _packed(folder: Path, material: Material) -> dict[str, torch.Tensor]:
+    """Weights of a packed sibling: `sibling.safetensors` and `sibling.json` of `folder` over the large model."""
+    manifest = json.loads((folder / "sibling.json").read_text(encoding="utf-8"))
+    return embedded.sibling_weights(material.path, folder / "sibling.safetensors", manifest)
+
+
 def _layers(options: FamilyOptions) -> dict[str, Any]:
+    if options.start:
+        return dict(json.loads((options.start / "sibling.json").read_text(encoding="utf-8")))
     file = options.work / "layers.json"
     if not file.exists():
         raise InputError(f"{file} is missing; run the stage `layers` first.")

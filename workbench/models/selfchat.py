@@ -6,7 +6,7 @@ equally long, nothing is padded or masked, and the preallocated KV cache is used
 
     system prompt (once) | user: forced or sampled | assistant: sampled | user … | cut at `length` tokens
 
-Shapes: ids `(batch,)`, one step's logits `(batch, vocabulary)`, caches `(batch * kv_heads, length, head_dim)`
+Shapes: ids `(batch,)`, one step's logits `(batch, vocabulary)`, caches `(batch, kv_heads, length, head_dim)`
 a layer.
 """
 
@@ -215,7 +215,7 @@ class Decoder:
         positions = torch.arange(length)[None]
         cos, sin = model.model.rotary_emb(torch.zeros(1, length, 1), positions)
         self.cos, self.sin = cos[0].to(dtype), sin[0].to(dtype)
-        shape = (batch * self.kv_heads, length, self.head_dim)
+        shape = (batch, self.kv_heads, length, self.head_dim)
         self.cache = [
             (torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in self.weights
         ]
@@ -235,11 +235,13 @@ class Decoder:
             h = F.linear(self._norm(x), qkv).view(self.batch, n_q + 2 * n_kv, self.head_dim)
             qk, v = h[:, : n_q + n_kv], h[:, n_q + n_kv :]
             qk = qk * cos + torch.cat((-qk[..., half:], qk[..., :half]), -1) * sin
-            keys[:, position] = qk[:, n_q:].reshape(-1, self.head_dim)
-            values[:, position] = v.reshape(-1, self.head_dim)
-            q = qk[:, :n_q].reshape(-1, self.groups, self.head_dim)
-            scores = torch.bmm(q, keys[:, : position + 1].transpose(1, 2)) * self.head_dim**-0.5
-            mixed = torch.bmm(scores.softmax(-1), values[:, : position + 1])
+            keys[:, :, position] = qk[:, n_q:]
+            values[:, :, position] = v
+            # The query heads of a group stand where queries usually do: one product serves all of them.
+            q = qk[:, :n_q].reshape(self.batch, n_kv, self.groups, self.head_dim)
+            mixed = F.scaled_dot_product_attention(
+                q, keys[:, :, : position + 1], values[:, :, : position + 1]
+            )
             x = x + F.linear(mixed.reshape(self.batch, -1), out)
             gate, up = F.linear(self._norm(x), gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, down)

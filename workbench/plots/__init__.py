@@ -1,0 +1,57 @@
+"""Results as plotly figures, and as one sentence each for people who cannot see them.
+
+One module a kind of result: `figure` draws any of them, `describe` tells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import plotly.graph_objects as go
+
+from workbench.lab.results import Comparison, Evaluation, HeadMaps, LatencyBench
+from workbench.plots.account import account, describe_account
+from workbench.plots.comparison import comparison, describe_comparison
+from workbench.plots.heads import describe_heads, heads
+from workbench.plots.latency import describe_latency, latency
+from workbench.plots.quality import describe_quality, quality
+from workbench.plots.style import GRID, TEXT, safe
+
+__all__ = [
+    "GRID",
+    "TEXT",
+    "account",
+    "comparison",
+    "describe",
+    "figure",
+    "heads",
+    "latency",
+    "quality",
+    "safe",
+]
+
+
+def figure(result: Any, **options: Any) -> go.Figure:
+    """The figure of any result; options go to the function that draws it."""
+    draw = {HeadMaps: heads, LatencyBench: latency, Comparison: comparison, Evaluation: quality}
+    return draw.get(type(result), account)(result, **options)  # type: ignore[operator]
+
+
+def describe(result: Any, metric: str | None = None) -> str:
+    """The figure of a result as one plain sentence (no markup; escape it where it becomes HTML).
+
+    Args:
+        result: any result, an account, or an account's JSON.
+        metric: for `HeadMaps`, which one; None for the first.
+    """
+    if isinstance(result, HeadMaps):
+        return describe_heads(result, metric or next(iter(result.metrics)))
+    tell: dict[type, Any] = {
+        LatencyBench: describe_latency,
+        Comparison: describe_comparison,
+        Evaluation: describe_quality,
+    }
+    if type(result) in tell:
+        return tell[type(result)](result)
+    return describe_account(result if isinstance(result, Mapping) else result.to_json())
