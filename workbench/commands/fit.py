@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     from workbench.kv.artefact import save
     from workbench.kv.fit import FitOptions, cut_sequences, fit
     from workbench.lab import corpus
-    from workbench.models.embedded import home
+    from workbench.models.place import home
 
     host, direction = host_from_args(args)
     source_side, target_side = ("small", "large") if direction == "up" else ("large", "small")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import InputError, WorkbenchError
+from workbench.models.place import home
 
 SIDES = ("small", "large")
 DIRECTIONS = ("up", "down")
@@ -156,8 +157,6 @@ def artefact_folder(pair: PairRef, direction: str) -> Path:
 
 def own_artefact_folder(pair: PairRef, direction: str) -> Path:
     """Where a mapper that is fitted here is kept."""
-    from workbench.models.embedded import home
-
     return home() / "mappers" / pair.name / direction
 
 

@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from workbench.errors import ArtefactError, ModelUnavailableError
 from workbench.models.difference import FORMAT, QuantSettings, apply_difference
+from workbench.models.place import home
 
 try:
     import fcntl
@@ -50,14 +51,6 @@ WHEEL_BYTES = 92_871_040
 RECIPE_VERSION = 1
 NAMES: dict[str, str] = {"large": "SmolLM2-135M-Instruct", "small": "SmolLM2-135M-Instruct-sibling"}
 SHIPPED = Path(__file__).resolve().parents[2] / "precomputed" / "embedded"
-
-
-def home() -> Path:
-    """Where weights are kept: `KV_WORKBENCH_HOME`, else `kv-workbench` in the user's cache folder."""
-    if chosen := os.environ.get("KV_WORKBENCH_HOME"):
-        return Path(chosen).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "kv-workbench"
 
 
 def sha256_of(path: Path) -> str:
