@@ -81,7 +81,7 @@ def test_kl_gradient_is_what_autograd_says() -> None:
 
 
 def distiller(material: family.Material, folder: Path, tokens: int = 2000) -> Distiller:
-    options = DistilOptions(tokens=tokens, rate=3e-3, warmup_steps=2, evaluate_every=500)
+    options = DistilOptions(tokens=tokens, rate=3e-3, warmup_steps=2, evaluate_every=500, measure_every=1)
     student = family.new_student(material, [0, 2, 4])
     return Distiller(material.model, student, some_blocks(6, 2), some_blocks(5, 3), options, folder)
 

@@ -15,6 +15,7 @@ Shapes: ids `(rows, length)`, hidden states `(tokens, hidden)`.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -56,6 +57,7 @@ class DistilOptions:
     clip: float = 1.0
     seed: int = 0
     evaluate_every: int = 50_000
+    measure_every: int = 5
     checkpoint_seconds: float = 240.0
 
     def __post_init__(self) -> None:
@@ -93,21 +95,24 @@ def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def kl_and_gradient(
-    teacher: torch.Tensor, student: torch.Tensor, head: torch.Tensor
+    teacher: torch.Tensor, student: torch.Tensor, head: torch.Tensor, measure: bool = True
 ) -> tuple[float, torch.Tensor]:
     """Mean KL(teacher || student) in nats and its gradient with respect to `student`, both `(tokens,
     hidden)`.
+
+    The loss itself costs as much again as the gradient, which does not need it: without `measure` it is NaN.
     """
-    total, gradient = 0.0, torch.empty_like(student, dtype=torch.float32)
+    total, gradient = 0.0 if measure else math.nan, torch.empty_like(student, dtype=torch.float32)
     for start in range(0, len(student), CHUNK):
         part = slice(start, start + CHUNK)
         with autocast():
             target, guess = F.linear(teacher[part], head), F.linear(student[part], head)
-        log_p, log_q = target.float().log_softmax(-1), guess.float().log_softmax(-1)
-        p = log_p.exp()
-        total += float((p * (log_p - log_q)).sum())
+        p, q = target.softmax(-1, dtype=torch.float32), guess.softmax(-1, dtype=torch.float32)
+        if measure:
+            log_p = target.log_softmax(-1, dtype=torch.float32)
+            total += float((p * (log_p - guess.log_softmax(-1, dtype=torch.float32))).sum())
         with autocast():
-            gradient[part] = (log_q.exp_().sub_(p) @ head).float()
+            gradient[part] = (q.sub_(p) @ head).float()
     return total / len(student), gradient / len(student)
 
 
@@ -138,15 +143,12 @@ class Distiller:
         options: DistilOptions,
         folder: Path,
     ) -> None:
-        self.teacher, self.student, self.options, self.folder = (
-            teacher.eval(),
-            student.train(),
-            options,
-            folder,
-        )
+        fast, _ = choose_dtype(torch.device("cpu"))
+        self.teacher, self.student = copy.deepcopy(teacher).eval().to(fast), student.train()
+        self.options, self.folder = options, folder
         self.pools = [list(texts), list(chats)]
-        self.head = teacher.lm_head.weight.detach()
-        for p in [*teacher.parameters(), *student.parameters()]:
+        self.head = self.teacher.lm_head.weight.detach()
+        for p in [*self.teacher.parameters(), *student.parameters()]:
             p.requires_grad_(False)
         self.trained = {
             n: p
@@ -173,15 +175,18 @@ class Distiller:
         return chosen
 
     def train_step(self) -> float:
-        """One step over two blocks; returns the mean KL in nats before it."""
+        """One step over two blocks; returns the mean KL in nats before it, NaN where it was not measured."""
         ids, mask = stack(self.blocks(self.step))
         with torch.inference_mode():
             target = hidden_states(self.teacher, ids)[:, :-1][mask]
         output = hidden_states(self.student, ids)[:, :-1][mask]
         with torch.no_grad():
-            loss, gradient = kl_and_gradient(target.clone(), output.detach(), self.head)
+            measure = self.step % self.options.measure_every == 0
+            loss, gradient = kl_and_gradient(target.clone(), output.detach(), self.head, measure)
         output.backward(gradient.to(output.dtype))
-        torch.nn.utils.clip_grad_norm_(self.trained.values(), self.options.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), self.options.clip)
+        if not norm.isfinite():
+            raise FloatingPointError(f"the gradient's norm is {norm} at step {self.step}")
         for group in self.optimiser.param_groups:
             group["lr"] = self.options.rate_at(self.step, self.tokens)
         self.optimiser.step()
@@ -211,16 +216,11 @@ class Distiller:
         recent: list[float] = []
         while self.tokens < goal and not self.stopping:
             before = self.tokens
-            recent = [*recent[-19:], self.train_step()]
-            if not math.isfinite(recent[-1]):
-                raise FloatingPointError(f"the loss is {recent[-1]} at step {self.step}")
+            if math.isfinite(loss := self.train_step()):
+                recent = [*recent[-9:], loss]
+                rate = self.options.rate_at(self.step, self.tokens)
+                self.log(step=self.step, tokens=self.tokens, kl=loss, rate=rate)
             speed = (self.tokens - first) / (time.monotonic() - started)
-            self.log(
-                step=self.step,
-                tokens=self.tokens,
-                kl=recent[-1],
-                rate=self.options.rate_at(self.step, self.tokens),
-            )
             every = self.options.evaluate_every
             if self.tokens // every > before // every or self.tokens >= goal:
                 small = {name: cross_entropy(self.student, blocks) for name, blocks in held.items()}
@@ -231,7 +231,7 @@ class Distiller:
             if time.monotonic() - saved > self.options.checkpoint_seconds:
                 self.save()
                 saved = time.monotonic()
-            if self.step % 10 == 0:
+            if self.step % 10 == 0 and recent:
                 mean = sum(recent) / len(recent)
                 progress(
                     self.tokens / goal,
