@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -43,20 +44,29 @@ def saved(engine: Engine, key: str | None, direction: str, kind: str) -> tuple[A
     from workbench.lab.provenance import load_precomputed
 
     _, visit = visit_of(engine, key)
-    host = engine.host_of(visit)
-    own = visit.results.get((host.pair.name, direction, kind))
+    pair = engine.look(visit).ref
+    own = visit.results.get((pair.name, direction, kind))
     if own is not None:
         return own, ""
     try:
-        folder = host.mapper_folder(direction)
+        folder = results_folder(engine, visit, direction)
         found = load_precomputed(
-            host.pair.name, direction, kind, folder if (folder / f"{kind}.json").is_file() else None
+            pair.name, direction, kind, folder if (folder / f"{kind}.json").is_file() else None
         )
     except WorkbenchError as error:
         return None, engine.sentence(error)
     if found is None:
-        return None, f"Nothing was precomputed for {host.pair.title}, {direction}. Measure it here."
+        return None, f"Nothing was precomputed for {pair.title}, {direction}. Measure it here."
     return found, ""
+
+
+def results_folder(engine: Engine, visit: Visit, direction: str) -> Path:
+    """Where the mapper of a visitor's pair and what was measured with it are kept; nothing is loaded for it."""
+    from workbench.models.catalog import artefact_folder
+
+    if visit.host is not None:
+        return Path(visit.host.mapper_folder(direction))
+    return artefact_folder(engine.look(visit).ref, direction)
 
 
 def measure(
