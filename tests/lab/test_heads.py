@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from workbench.kv.cache import layer_tensors, new_cache
 from workbench.kv.capture import capture_attention, capture_keys_pre
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
-from workbench.lab import heads
+from workbench.lab import head_sums, heads
 from workbench.lab.corpus import passages
 from workbench.lab.results import METRICS, HeadMaps, Step, finish
 from workbench.models.loading import LoadedModel, wrap
@@ -40,8 +41,12 @@ def brute_force(
     }
     cosine: list[list[Tensor]] = [[] for _ in range(layers)]
     kl: list[list[Tensor]] = [[] for _ in range(layers)]
+    output: list[list[Tensor]] = [[] for _ in range(layers)]  # (H, n, 2): squared norm, and over the stream's
     for ids in sequences:
         seen: dict[int, tuple[Tensor, ...]] = {}
+        native = target.model.base_model(
+            input_ids=torch.tensor([ids]), output_hidden_states=True
+        ).hidden_states
 
         def visit(layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, seen: dict = seen) -> None:
             seen[layer] = tuple(t.clone().double() for t in (q[0], k[0], v[0], out[0].transpose(0, 1)))
@@ -70,6 +75,13 @@ def brute_force(
             cosine[layer].append(
                 torch.cosine_similarity(wrong @ v_map.repeat_interleave(group, 0), out, dim=-1)[:, ANCHORS:]
             )
+            weight = target.model.model.layers[layer].self_attn.o_proj.weight.double()
+            own_out = true @ v.repeat_interleave(group, 0)
+            stream = native[layer][0].double() + own_out.transpose(0, 1).flatten(1) @ weight.T
+            wrong_out = wrong @ v_map.repeat_interleave(group, 0) - own_out
+            added = torch.stack([wrong_out[h] @ weight[:, h * dim : (h + 1) * dim].T for h in range(heads_q)])
+            energy = added.view(heads_kv, group, len(ids), -1).sum(1).square().sum(-1)
+            output[layer].append(torch.stack((energy, energy / stream.square().sum(-1)), -1)[:, ANCHORS:])
             kl[layer].append((torch.xlogy(true, true) - torch.xlogy(true, wrong)).sum(-1)[:, ANCHORS:])
 
     def stacked(name: str, layer: int) -> Tensor:
@@ -84,6 +96,21 @@ def brute_force(
         found["cosine"][layer] = torch.cat(cosine[layer], 1).mean(1)
         found["cosine_worst"][layer] = torch.cat(cosine[layer], 1).amin(1)
         found["attention_kl"][layer] = torch.cat(kl[layer], 1).mean(1)
+        absolute, relative = torch.cat(output[layer], 1).mean(1).unbind(-1)
+        found["output_error_abs"][layer], found["output_error"][layer] = absolute, relative
+        for true, wrong, kind in (("k", "km", "k"), ("v", "vm", "v")):
+            y = stacked(true, layer)
+            spread = (y - y.mean(1, keepdim=True)).square().sum(-1).mean(1)
+            for zone, where in (
+                ("sinks", slice(2, 16)),
+                ("middle", slice(16, 46)),
+                ("recent", slice(46, 60)),
+            ):
+                errors = [
+                    (b - a)[:, where.start - ANCHORS : where.stop - ANCHORS].square().sum(-1)
+                    for a, b in zip(keep[true][layer], keep[wrong][layer], strict=True)
+                ]
+                found[f"{kind}_error_{zone}"][layer] = torch.cat(errors, 1).mean(1) / spread
         weight = target.model.model.layers[layer].self_attn.o_proj.weight.double()
         for head in range(heads_kv):
             members = range(head * group, (head + 1) * group)
@@ -109,6 +136,7 @@ def test_every_metric_equals_the_plain_computation(kind: str, monkeypatch: pytes
     mapper = random_mapper(source.spec, target.spec, anchors=ANCHORS)
     host = PairHost.from_models(source, target, {"up": (mapper, None)})
     monkeypatch.setattr(heads, "CHUNK", 17)
+    monkeypatch.setattr(head_sums, "BLOCK", 1000)  # a few query positions at a time
     stream = heads.stream(host, "up", texts(2), limit=2, length=LENGTH)
     maps = finish(stream)
     sequences = [passage.ids for passage in passages(tokenizer, texts(2), LENGTH, 2)]
@@ -123,7 +151,7 @@ def test_chunks_do_not_matter(host: PairHost) -> None:
     ids = passages(target.tokenizer, texts(1), 50, 1)[0].ids
     results = []
     for chunk in (1, 7, 50):
-        sums = heads.HeadSums(target)
+        sums = head_sums.HeadSums(target, 50)
         for _ in heads.measure_text(
             sums, source, target, host.mapper("up")[0], ids, 5, host.holding_lane, chunk=chunk
         ):
@@ -137,6 +165,8 @@ def test_chunks_do_not_matter(host: PairHost) -> None:
 
 def test_an_exact_mapper_has_no_error(same: PairHost) -> None:
     maps = finish(heads.stream(same, "up", texts(1), limit=1, length=64))
+    for name in ("output_error", "output_error_abs", "k_error_sinks", "v_error_middle", "k_error_recent"):
+        assert maps.metrics[name] == pytest.approx(0.0, abs=1e-8)
     for name in ("r2_k", "r2_v", "cosine", "cosine_worst"):
         assert maps.metrics[name] == pytest.approx(1.0, abs=1e-5)
     assert maps.metrics["attention_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -153,6 +183,12 @@ def test_a_fault_in_one_head_is_found_there(same: PairHost) -> None:
     maps = finish(heads.stream(host, "up", texts(1), limit=1, length=64))
     assert maps.worst("r2_v") == (1, 1)
     assert maps.worst("cosine")[0] == 1 and maps.worst("cosine")[1] in (2, 3)  # its query heads
+    assert maps.worst("output_error") == maps.worst("v_error_sinks") == (1, 1)
+    assert maps.details is not None
+    hits = maps.details.tokens[1][1]
+    assert len(hits) == 10 and hits[0].error >= hits[-1].error > max(
+        h.error for h in maps.details.tokens[0][0]
+    )
     others = np.delete(maps.metrics["r2_v"].ravel(), 1 * 2 + 1)
     assert others.min() > 0.999
 
@@ -162,10 +198,10 @@ def test_error_where_queries_look_tells_directions_apart() -> None:
     queries = torch.diag(torch.tensor([9.0] + [1.0 / 7] * 7)).double()
     along, across = torch.zeros(dim, dim).double(), torch.zeros(dim, dim).double()
     along[0, 0] = across[3, 3] = 2.0
-    assert heads.concentration(along, queries) == pytest.approx(7.2)
-    assert heads.concentration(across, queries) == pytest.approx(8 / 70)
-    assert heads.concentration(torch.eye(dim).double(), queries) == pytest.approx(1.0)
-    assert torch.isnan(heads.concentration(torch.zeros(dim, dim).double(), queries))
+    assert head_sums.concentration(along, queries) == pytest.approx(7.2)
+    assert head_sums.concentration(across, queries) == pytest.approx(8 / 70)
+    assert head_sums.concentration(torch.eye(dim).double(), queries) == pytest.approx(1.0)
+    assert torch.isnan(head_sums.concentration(torch.zeros(dim, dim).double(), queries))
 
 
 def test_a_dead_head_is_nan_and_survives_json() -> None:
@@ -191,3 +227,38 @@ def test_progress_cancel_and_wrong_input(host: PairHost) -> None:
     for wrong in ({"metrics": ["beauty"]}, {"length": 10**6}, {"anchors": 40, "length": 40}, {"anchors": -1}):
         with pytest.raises(InputError):
             list(heads.stream(host, "up", texts(2), limit=2, **wrong))  # type: ignore[arg-type]
+
+
+def test_details_of_a_head(host: PairHost) -> None:
+    maps = finish(heads.stream(host, "up", texts(2), limit=2, length=LENGTH))
+    details, mapper = maps.details, host.mapper("up")[0]
+    assert details is not None and details.edges == (0, 8, 16, 32, LENGTH)
+    assert details.bin_tokens == (12, 16, 32, 56)
+    weights = np.array(details.bin_tokens) / sum(details.bin_tokens)
+    assert np.allclose((details.key_position * weights).sum(-1), 1 - maps.metrics["r2_k"])
+    assert np.allclose((details.value_position * weights).sum(-1), 1 - maps.metrics["r2_v"])
+    for name in ("key_read", "key_error", "value_read", "value_error", "key_sources", "value_sources"):
+        assert np.allclose(getattr(details, name).sum(-1), 1), name
+    dim = mapper.target.head_dim
+    concentrated = dim * (details.value_read * details.value_error).sum(-1)
+    assert np.allclose(concentrated, maps.metrics["v_error_in_o"])  # the same sum, read along the directions
+    blocks = mapper.key_weight[1].view(2, mapper.source.kv_width, 2, dim).square().sum((1, 3))
+    assert np.allclose(details.key_sources[1, :, :2], (blocks / blocks.sum(0)).T.numpy(), atol=1e-6)
+    hit = details.tokens[0][1][0]
+    ids = {p.name: p.ids for p in passages(host.model("large").tokenizer, texts(2), LENGTH, 2)}[hit.text]
+    assert hit.token == host.model("large").tokenizer.decode([ids[hit.position]])
+    again = HeadMaps.from_json(json.loads(json.dumps(maps.to_json(), allow_nan=False)))
+    assert again.details is not None and again.details.tokens[0][1][0].token == hit.token
+    assert again.details.to_json() == details.to_json()
+    old = maps.to_json()
+    del old["details"]
+    old["metrics"] = {"r2_k": old["metrics"]["r2_k"]}  # as saved before there was more
+    assert HeadMaps.from_json(old).details is None
+
+
+def test_zones_and_bins_share_out_all_positions() -> None:
+    assert head_sums.bin_edges(1) == [0, 1] and head_sums.bin_edges(100) == [0, 8, 16, 32, 64, 100]
+    for anchors, length in ((0, 8000), (4, 512), (2, 11), (40, 44)):
+        found = head_sums.zones(anchors, length).values()
+        covered = [position for where in found for position in range(where.start, where.stop)]
+        assert covered == list(range(anchors, length))

@@ -10,6 +10,7 @@ import numpy as np
 
 from workbench.lab.provenance import Provenance
 from workbench.lab.results.common import jsonable, nan_mean, number
+from workbench.lab.results.head_details import HeadDetails
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class Metric:
     meaning: str
     log: bool = False
 
+
+ZONES = {
+    "sinks": "first 16 mapped tokens",
+    "middle": "tokens in the middle",
+    "recent": "last 64 tokens",
+}
+"""Zone of a text -> what it holds; in a text under 256 tokens a zone at an end is at most a quarter of it."""
 
 _ALL = (
     Metric(
@@ -70,6 +78,24 @@ _ALL = (
         "Value error as the output projection meets it, over the same error spread evenly.",
         log=True,
     ),
+    Metric(
+        "output_error", "Output error in the residual stream", "kv", -14, -2, "low", "share of the stream",
+        "Energy of the error that the head adds to the residual stream, over the energy of the stream there.",
+        log=True,
+    ),
+    Metric(
+        "output_error_abs", "Output error, absolute", "kv", -12, 6, "low", "squared norm",
+        "Energy of the error that the head adds to the residual stream, mean over positions.",
+        log=True,
+    ),
+    *(
+        Metric(
+            f"{short}_error_{zone}", f"{kind} error, {what}", "kv", 0, 1, "low", "share of the variance",
+            f"Squared error of {kind.lower()} on the {what}, over the head's variance.",
+        )
+        for short, kind in (("k", "Key"), ("v", "Value"))
+        for zone, what in ZONES.items()
+    ),
 )  # fmt: skip
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 
@@ -88,6 +114,7 @@ class HeadMaps:
         anchors: first tokens of each text that the target runs natively, left out of all metrics.
         features: inputs of the mapper's regression for one output of a key, the widest layer.
         provenance: where and when.
+        details: of single heads; None in results saved before there were any.
     """
 
     metrics: dict[str, np.ndarray]
@@ -99,6 +126,7 @@ class HeadMaps:
     anchors: int
     features: int
     provenance: Provenance
+    details: HeadDetails | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError when an array has not the shape that its metric calls for."""
@@ -115,6 +143,14 @@ class HeadMaps:
         index = np.nanargmin(values) if METRICS[name].better == "high" else np.nanargmax(values)
         layer, head = np.unravel_index(index, values.shape)
         return int(layer), int(head)
+
+    def by_kv_head(self, name: str) -> np.ndarray:
+        """(layers, KV heads) of a metric; of query heads that share a KV head the mean, or the worst one's cosine."""
+        values = self.metrics[name]
+        if METRICS[name].per == "kv":
+            return values
+        grouped = values.reshape(self.layers, self.kv_heads, -1)
+        return grouped.min(-1) if name == "cosine_worst" else grouped.mean(-1)
 
     def to_json(self) -> dict[str, Any]:
         """Metrics as nested lists [layer][head], with axes, units, ranges and means beside them."""
@@ -134,6 +170,7 @@ class HeadMaps:
                 "anchors": self.anchors,
                 "features": self.features,
                 "provenance": self.provenance.to_json(),
+                "details": None if self.details is None else self.details.to_json(),
             }
         )
 
@@ -154,4 +191,5 @@ class HeadMaps:
             anchors=data["anchors"],
             features=data["features"],
             provenance=Provenance.from_json(data["provenance"]),
+            details=HeadDetails.from_json(data["details"]) if data.get("details") else None,
         )

@@ -1,0 +1,99 @@
+"""What one head is made of and where it fails, out of the sums of a streaming pass: see `HeadDetails`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from workbench.kv.mapper import KVMapper
+from workbench.lab.corpus import Passage
+from workbench.lab.head_sums import HeadSums, spectrum
+from workbench.lab.results.head_details import HeadDetails, TokenHit
+from workbench.lab.results.heads import ZONES
+
+if TYPE_CHECKING:
+    from workbench.kv.spec import KVSpec
+
+AROUND = 9  # tokens of context on either side of one that suffers
+
+
+def details(sums: HeadSums, mapper: KVMapper, tokenizer: Any, texts: Sequence[Passage]) -> HeadDetails:
+    """Everything that a click on a head opens.
+
+    Args:
+        sums: of all texts.
+        mapper: that was measured.
+        tokenizer: of the target.
+        texts: in the order in which they were added to the sums.
+    """
+    key_read, key_error = spectrum(sums.keys.error, sums.queries)
+    value_read, value_error = spectrum(sums.values.error, sums.output_moment())
+    bins = slice(0, -len(ZONES))
+    positions = {
+        name: energy.relative(sums.tokens, sums.counts)[..., bins].numpy()
+        for name, energy in (("key_position", sums.keys), ("value_position", sums.values))
+    }
+    spec = sums.target.spec
+    return HeadDetails(
+        key_read=key_read.numpy(),
+        key_error=key_error.numpy(),
+        value_read=value_read.numpy(),
+        value_error=value_error.numpy(),
+        edges=tuple(sums.edges),
+        bin_tokens=tuple(int(count) for count in sums.counts[bins]),
+        **positions,
+        key_sources=source_shares(mapper.key_weight, mapper.key_layers, mapper.source, spec),
+        value_sources=source_shares(mapper.value_weight, mapper.value_layers, mapper.source, spec),
+        tokens=tuple(
+            tuple(_hits(sums, layer, head, tokenizer, texts) for head in range(spec.kv_heads))
+            for layer in range(spec.layers)
+        ),
+    )
+
+
+def source_shares(
+    weights: Sequence[Tensor], layers: Sequence[tuple[int, ...]], source: KVSpec, target: KVSpec
+) -> np.ndarray:
+    """(target layers, KV heads, source layers) share of the squared norm of a head's map that each source layer has."""
+    shares = np.zeros((target.layers, target.kv_heads, source.layers))
+    for t, (weight, chosen) in enumerate(zip(weights, layers, strict=True)):
+        energy = weight.float().square().cpu()
+        parts = energy.view(len(chosen), source.kv_width, target.kv_heads, target.head_dim).sum((1, 3))
+        parts = (parts / parts.sum(0).clamp_min(1e-30)).double().numpy()  # (chosen, heads)
+        for place, layer in enumerate(chosen):
+            shares[t, :, layer] = parts[place]
+    return shares
+
+
+def _hits(
+    sums: HeadSums, layer: int, head: int, tokenizer: Any, texts: Sequence[Passage]
+) -> tuple[TokenHit, ...]:
+    found = []
+    for error, text, position in zip(
+        sums.worst.error[layer, head].tolist(),
+        sums.worst.text[layer, head].tolist(),
+        sums.worst.position[layer, head].tolist(),
+        strict=True,
+    ):
+        if text < 0:
+            continue  # the texts have fewer tokens than places
+        ids = texts[text].ids
+        before, token, after = _around(tokenizer, ids, position)
+        found.append(TokenHit(texts[text].name, position, before, token, after, error))
+    return tuple(found)
+
+
+def _around(tokenizer: Any, ids: Sequence[int], position: int) -> tuple[str, str, str]:
+    """What stands before a token, the token, and what follows; characters that a cut splits become marks."""
+
+    def text(start: int, stop: int) -> str:
+        return str(tokenizer.decode(list(ids[max(0, start) : stop]), clean_up_tokenization_spaces=False))
+
+    return (
+        text(position - AROUND, position),
+        text(position, position + 1),
+        text(position + 1, position + 1 + AROUND),
+    )
