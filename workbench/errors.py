@@ -42,3 +42,7 @@ class ModelUnavailableError(WorkbenchError):
 
 class Cancelled(WorkbenchError):
     """The person stopped the job."""
+
+
+class BusyError(WorkbenchError):
+    """Too many people wait for the model already."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from workbench.errors import Cancelled
 from workbench.ui import jobs, session
-from workbench.ui.jobs import Done, StopFlag, holding, run_job
+from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.session import Request, Visits
 
 
@@ -54,13 +53,18 @@ def test_nobody_listening_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flag()
 
 
-def test_waiting_for_the_lane_can_be_stopped() -> None:
-    lane = threading.Lock()
-    lane.acquire()
+def test_a_job_past_its_time_ends_and_says_so() -> None:
     flag = StopFlag()
-    threading.Timer(0.2, flag.set).start()
-    with pytest.raises(Cancelled), holding(lane, flag):
-        pass
+    assert not flag()
+    flag.limit(0.05)
+    flag.extend(0.05)
+    assert not flag() and not flag.timed_out
+    time.sleep(0.15)
+    assert flag() and flag.timed_out
+    pressed = StopFlag()
+    pressed.set()
+    pressed.limit(-1)
+    assert pressed() and not pressed.timed_out
 
 
 def test_keys_are_secret_and_visits_separate() -> None:

@@ -19,7 +19,8 @@ from workbench.errors import Cancelled, InputError
 from workbench.ui import chat_view as view
 from workbench.ui.chat_work import Choices, carry_out
 from workbench.ui.engine import Engine
-from workbench.ui.jobs import Done, run_job
+from workbench.ui.export import chat_export
+from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.markup import progress
 from workbench.ui.measuring import MODEL, QUICK, visit_of
 from workbench.ui.session import Request, Visit
@@ -81,6 +82,7 @@ class ChatTab:
                 self.switch = gr.Button(
                     view.switch_label("small"), elem_id="kv-switch", elem_classes="kv-switch kv-to-large"
                 )
+                chat_export(self.engine).build(key)
             with gr.Column(scale=5, min_width=320):
                 self.account = html(view.account_panel(None), elem_id="kv-account")
                 self.measure = gr.Button(
@@ -330,7 +332,7 @@ class ChatTab:
                 measure_each=bool(measure_each),
             )
 
-            def work(post: Callable[[Any], None], stop: Callable[[], bool]) -> str | None:
+            def work(post: Callable[[Any], None], stop: StopFlag) -> str | None:
                 return carry_out(self.engine, visit, request, chosen, post, stop)
 
             with closing(run_job(work, request.stop)) as items:
@@ -361,6 +363,8 @@ class ChatTab:
         elif error is not None:
             kind = "warn" if isinstance(error, InputError) else "error"
             told = view.notice_view(self.engine.sentence(error), kind)
+        if request.stop.timed_out:
+            told = view.notice_view(self.engine.time_is_up(), "warn")
         if isinstance(done.result, str):
             back = {self.text: done.result}
         if error is not None and request.kind in ("send", "edit"):

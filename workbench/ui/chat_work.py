@@ -10,6 +10,7 @@ from typing import Any
 
 from workbench.errors import Cancelled
 from workbench.ui.engine import Engine
+from workbench.ui.jobs import StopFlag
 from workbench.ui.session import Request, Visit
 
 
@@ -35,7 +36,7 @@ def carry_out(
     request: Request,
     chosen: Choices,
     post: Callable[[Any], None],
-    stop: Callable[[], bool],
+    stop: StopFlag,
 ) -> str | None:
     """Does what was asked for.
 
@@ -65,7 +66,7 @@ def carry_out(
             raise Cancelled("Stopped.")
         post((text, share, 1.0))
 
-    with engine.model_lane(stop):
+    with engine.model_lane(stop, visit, lambda text: post((text,))):
         host = engine.host_of(visit)
         sampling = Sampling(**chosen.sampling, repetition_penalty=CHAT_REPETITION_PENALTY)
         if visit.chat is None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import Cancelled, WorkbenchError
-from workbench.ui.jobs import holding
+from workbench.ui.jobs import StopFlag
+from workbench.ui.lane import Lane
 from workbench.ui.session import Visit, Visits
 from workbench.ui.settings import Settings
 
@@ -49,7 +50,7 @@ class Engine:
 
     def __init__(self, settings: Settings, host: Any = None) -> None:
         self.settings = settings
-        self.lane = threading.Lock()
+        self.lane = Lane(settings.queue_size)
         self._make = threading.Lock()
         self._hosts: dict[str, Any] = {}
         self._start_host = host
@@ -131,12 +132,35 @@ class Engine:
         threading.Thread(target=body, name="workbench-imports", daemon=True).start()
 
     @contextmanager
-    def model_lane(self, should_stop: Callable[[], bool]) -> Iterator[None]:
-        """Holds the only lane in which models compute, so that two visitors never share a moment of it."""
-        with holding(self.lane, should_stop):
-            if should_stop():
+    def model_lane(
+        self, stop: StopFlag, visit: Visit | None = None, tell: Callable[[str], None] | None = None
+    ) -> Iterator[Callable[[], None]]:
+        """Holds the only lane in which models compute, so that two visitors never share a moment of it.
+
+        The time limit of a job runs while it has the lane.
+
+        Args:
+            stop: asked while waiting.
+            visit: whose job this is; None for a job that counts as a visitor of its own.
+            tell: called with the place in the queue, in words.
+
+        Yields:
+            A function for long jobs to call between two parts: it lets those who wait go first.
+
+        Raises:
+            BusyError: too many wait already.
+            Cancelled: asked to stop.
+        """
+
+        def place(number: int) -> None:
+            if tell is not None:
+                tell(f"Waiting for the model, number {number} in the queue")
+
+        with self.lane.turn(id(visit or stop), stop, place) as turn:
+            if stop():
                 raise Cancelled("Stopped.")
-            yield
+            stop.limit(self.settings.job_seconds)
+            yield lambda: stop.extend(turn.step_aside())
 
     def load(self, host: Any, sides: tuple[str, ...], tell: Callable[[float, str], None]) -> None:
         """Loads what is missing of a pair, with progress."""
@@ -148,14 +172,21 @@ class Engine:
 
             host.model(side, report)
 
-    def make_room(self, keep: Visit) -> None:
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that all chats hold together."""
+        return sum(visit.chat.cache_bytes for visit in self.visits.all() if visit.chat is not None)
+
+    def make_room(self, keep: Visit, more: int = 0) -> None:
         """Frees the caches of the longest unused chats while all together hold more than is allowed.
 
         Called in the lane. Their owners are told; what they say next is answered after a visible prefill.
+
+        Args:
+            keep: the visit whose turn it is.
+            more: bytes that it is about to need.
         """
         limit = self.settings.max_cache_mb * 1_000_000
-        chats = [visit.chat for visit in self.visits.all() if visit.chat is not None]
-        held = sum(chat.cache_bytes for chat in chats)
+        held = self.cache_bytes() + more
         for visit in self.visits.idle():
             if held <= limit:
                 return
@@ -165,6 +196,10 @@ class Engine:
             visit.chat.drop_caches()
             visit.notice = DROPPED
             log.info("caches of an idle chat were freed")
+
+    def time_is_up(self) -> str:
+        """What is said when the time limit ended a job."""
+        return f"Stopped: one job may take {self.settings.job_seconds:,.0f} seconds here. Ask for less."
 
     def sentence(self, error: BaseException) -> str:
         """One sentence for people; what is no `WorkbenchError` is logged and named without its internals."""

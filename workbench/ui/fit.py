@@ -11,7 +11,7 @@ import gradio as gr
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.ui.engine import ARROWS, Engine
 from workbench.ui.fit_work import fit_and_save
-from workbench.ui.jobs import Done, run_job
+from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.markup import esc, notice, number, progress, table, term
 from workbench.ui.measuring import QUICK, take_flag, visit_of, wire_job
 from workbench.ui.theme import html
@@ -282,7 +282,7 @@ class FitTab:
             return
         stop = take_flag(visit)
 
-        def work(post: Callable[[Any], None], should_stop: Callable[[], bool]) -> Any:
+        def work(post: Callable[[Any], None], should_stop: StopFlag) -> Any:
             from workbench.kv.fit import FitOptions
 
             options = FitOptions(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import Cancelled, WorkbenchError
 from workbench.ui.engine import SIDES, Engine
+from workbench.ui.jobs import StopFlag
 
 if TYPE_CHECKING:
     from workbench.kv.fit import FitOptions
@@ -21,7 +22,7 @@ def fit_and_save(
     options: FitOptions,
     files: list[str],
     post: Callable[[Any], None],
-    should_stop: Callable[[], bool],
+    should_stop: StopFlag,
 ) -> Any:
     """Fits one direction of a pair and saves the mapper with the visitor's others.
 
@@ -58,7 +59,7 @@ def fit_and_save(
     check_writable(out)
     paths = [Path(name) for name in files]
     texts = [each.text for each in (corpus.read_files(paths) if paths else corpus.documents("calibration"))]
-    with engine.model_lane(should_stop):
+    with engine.model_lane(should_stop, tell=lambda text: post((text, 0.0))):
         engine.load(host, SIDES[direction], tell)
         with host.lane:
             source, target = (host.model(side) for side in SIDES[direction])

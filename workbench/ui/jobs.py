@@ -8,46 +8,50 @@ is gone), raises the flag.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
-
-from workbench.errors import Cancelled
 
 POLL_SECONDS = 0.07
 ABANDONED_SECONDS = 8.0
 
 
-@dataclass
+@dataclass(eq=False)
 class StopFlag:
-    """Asks one run to end. Also true when nobody has read its output for `ABANDONED_SECONDS`."""
+    """Asks one run to end. Also true when nobody has read its output for `ABANDONED_SECONDS`, and past a limit.
+
+    Attributes:
+        timed_out: the time limit ended the run, not a person.
+    """
 
     event: threading.Event = field(default_factory=threading.Event)
     last_poll: float = field(default_factory=time.monotonic)
+    timed_out: bool = False
+    _deadline: float = math.inf
 
     def set(self) -> None:
         self.event.set()
 
+    def limit(self, seconds: float | None) -> None:
+        """Starts the clock: the run ends after so many seconds from now, never for None."""
+        self._deadline = math.inf if seconds is None else time.monotonic() + seconds
+
+    def extend(self, seconds: float) -> None:
+        """Time that was spent waiting for others does not count."""
+        self._deadline += seconds
+
     def __call__(self) -> bool:
-        if time.monotonic() - self.last_poll > ABANDONED_SECONDS:
+        now = time.monotonic()
+        if now - self.last_poll > ABANDONED_SECONDS:
+            self.event.set()
+        if now > self._deadline and not self.event.is_set():
+            self.timed_out = True
             self.event.set()
         return self.event.is_set()
-
-
-@contextmanager
-def holding(lock: threading.Lock, should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Holds `lock`; gives up with `Cancelled` when asked to stop while waiting."""
-    while not lock.acquire(timeout=0.1):
-        if should_stop():
-            raise Cancelled("Stopped before it began.")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Done:
 
 
 def run_job(
-    work: Callable[[Callable[[Any], None], Callable[[], bool]], Any], stop: StopFlag
+    work: Callable[[Callable[[Any], None], StopFlag], Any], stop: StopFlag
 ) -> Generator[Any, None, None]:
     """Runs `work(post, should_stop)` in a thread; yields the newest posted item at each poll, `Done` last.
 

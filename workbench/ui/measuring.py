@@ -15,7 +15,8 @@ from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.markup import notice, progress
 from workbench.ui.session import Visit
 
-MODEL = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
+# The lane decides whose turn it is and who is turned away; handlers that wait for it only poll.
+MODEL = {"concurrency_id": "model", "concurrency_limit": None, "show_progress": "hidden"}
 LOST = (
     "The server does not hold this chat any more: it was started again, or made room for others. What you "
     "see can still be copied; your next message begins a new chat."
@@ -95,14 +96,14 @@ def measure(
     stop = take_flag(visit)
     host = engine.host_of(visit)
 
-    def work(post: Callable[[Any], None], should_stop: Callable[[], bool]) -> Any:
+    def work(post: Callable[[Any], None], should_stop: StopFlag) -> Any:
         def tell(share: float, text: str) -> None:
             if should_stop():
                 raise Cancelled("Stopped.")
             post((text, share))
 
         post(("Waiting for the model", None))
-        with engine.model_lane(should_stop):
+        with engine.model_lane(stop, visit, lambda text: post((text, None))) as step_aside:
             engine.load(host, SIDES[direction], tell)
             post(("Starting", 0.0))
             last = None
@@ -114,6 +115,7 @@ def measure(
                 post(
                     (item.text, fraction, item.partial) if fraction is not None else ("Measuring", None, item)
                 )
+                step_aside()
             return last
 
     try:
@@ -128,7 +130,8 @@ def measure(
                     visit.results[host.pair.name, direction, kind] = item.result
                     yield "", item.result, True
                 elif isinstance(item.error, Cancelled):
-                    yield notice("Stopped; nothing was changed."), None, True
+                    why = engine.time_is_up() if stop.timed_out else "Stopped; nothing was changed."
+                    yield notice(why), None, True
                 else:
                     mild = "warn" if isinstance(item.error, InputError) else "error"
                     yield notice(engine.sentence(item.error), mild), None, True

@@ -97,4 +97,5 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
         )
         demo.unload(leave)
     demo.engine = engine
-    return demo.queue(max_size=settings.queue_size, default_concurrency_limit=8)
+    # Behind the lane's own queue: events that gradio itself has no thread for yet.
+    return demo.queue(max_size=4 * settings.queue_size, default_concurrency_limit=8, api_open=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+PUBLIC_JOB_SECONDS = 120.0
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -22,6 +24,7 @@ class Settings:
         max_cache_mb: Keys and values of all chats together; the longest unused ones are freed above it.
         max_prompt_chars: Longer text is refused before it is tokenised.
         max_public_fit_tokens: Calibration tokens of one fit on a public page.
+        max_job_seconds: Longest time that one job may hold the models; None for 120 on a public page, else endless.
         debug: Log more.
     """
 
@@ -36,10 +39,11 @@ class Settings:
     dtype: str = "auto"
     max_memory: str | None = None
     queue_size: int = 16
-    max_chats: int = 24
+    max_chats: int = 200
     max_cache_mb: int = 2_048
     max_prompt_chars: int = 100_000
     max_public_fit_tokens: int = 2_000
+    max_job_seconds: float | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +54,11 @@ class Settings:
     def on_space(self) -> bool:
         """True on a Hugging Face Space, which sets `SPACE_ID`."""
         return bool(os.environ.get("SPACE_ID"))
+
+    @property
+    def job_seconds(self) -> float | None:
+        """How long one job may hold the models, None for no limit."""
+        return PUBLIC_JOB_SECONDS if self.max_job_seconds is None and self.public else self.max_job_seconds
 
     @property
     def api_visibility(self) -> str:
