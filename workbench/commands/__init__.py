@@ -29,5 +29,10 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
     "heads": ("workbench.commands.heads", True, "measure how well each head is mapped"),
     "bench": ("workbench.commands.bench", True, "time mapping against true prefill over context lengths"),
     "evaluate": ("workbench.commands.evaluate", True, "measure what mapping keeps, with controls"),
+    "report": (
+        "workbench.commands.report",
+        True,
+        "write everything saved for a pair as one page that opens offline",
+    ),
     "family": ("workbench.commands.family", False, "build the small embedded model again from the large one"),
 }

@@ -214,12 +214,21 @@ def save_result(result: Any, path: Path) -> Path:
         InputError: when the file cannot be written.
     """
     text = json.dumps(result.to_json(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return write_text(text + "\n", path)
+
+
+def write_text(text: str, path: Path) -> Path:
+    """Write a text file, whole or not at all.
+
+    Raises:
+        InputError: when the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             os.chmod(name, 0o644)

@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 
 from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.export import figure_export
 from workbench.ui.markup import esc, notice, number, provenance, table, term
 from workbench.ui.measuring import QUICK, measure, saved, visit_of, wire_job
 from workbench.ui.theme import ASSETS, html
@@ -57,6 +58,7 @@ class HeadsTab:
             )
             self.scale = html("")
             self.origin = html("", elem_id="kv-heads-origin")
+            figure_export(self.engine, "heads").build(key, [self.direction, self.metric])
             self.head = html("", elem_id="kv-heads-panel")
         api = {"api_visibility": self.engine.settings.api_visibility}
         shown = [self.meaning, self.grid, self.scale, self.origin, self.head, self.status]

@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.export import figure_export
 from workbench.ui.markup import esc, ms, notice, number, provenance, table, term
 from workbench.ui.measuring import QUICK, measure, saved, wire_job
 from workbench.ui.theme import html
@@ -54,6 +55,7 @@ class LatencyTab:
             self.lead = html("", elem_id="kv-latency-lead")
             self.figure = gr.Plot(show_label=False, visible=False, elem_id="kv-latency-figure")
             self.origin = html("", elem_id="kv-latency-origin")
+            figure_export(self.engine, "latency").build(key, [self.direction])
             self.numbers = html("", elem_id="kv-latency-numbers")
         api = {"api_visibility": self.engine.settings.api_visibility}
         shown = [self.lead, self.figure, self.origin, self.status, self.numbers]

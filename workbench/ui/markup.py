@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from workbench.words import TERMS
+
 SIDES = {"small": ("●", "small"), "large": ("◆", "large")}
 
 HOW = {
@@ -27,24 +29,6 @@ HOW = {
         "fallback",
         "Mapping was not possible, so this model read the whole context again. The account says why.",
     ),
-}
-
-TERMS = {
-    "KV cache": "What a model remembers of the text: a key and a value vector per token, layer and head.",
-    "prefill": "Reading the whole text once to fill the KV cache, before the first new token can be written.",
-    "mapped": "Computed from the other model's KV cache by a linear map per layer, not by reading the text.",
-    "native": "Computed by the model itself, exactly.",
-    "anchors": "The first few tokens. All later ones attend to them, so the target runs them itself.",
-    "hold-back": "The last few tokens. The target model runs them itself, on top of the mapped ones.",
-    "R²": "Share of the variance that the map explains. 1 is perfect, 0 no better than the mean.",
-    "cosine": "Angle between a head's output on true and on mapped caches. 1 means the same direction.",
-    "KL": "How far the next-token probabilities are from those on the true cache, in nats. 0: the same.",
-    "top-1": "Share of positions at which both caches give the same most likely next token.",
-    "CE": "Cross-entropy: mean surprise at the true next token, in nats. Lower is better.",
-    "gap recovered": "How much of the benefit of having the context survives the mapping. 1 is all of it.",
-    "held out": "Text that the mapper was not fitted on.",
-    "p/n": "Parameters per output over calibration tokens. Above 0.2 the fit may overfit.",
-    "gate": "The model's own cache, sent through the handoff code, must give its own logits back.",
 }
 
 PARTS = (

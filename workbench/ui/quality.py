@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.export import figure_export
 from workbench.ui.markup import esc, notice, number, provenance, table, term
 from workbench.ui.measuring import QUICK, measure, saved, wire_job
 from workbench.ui.theme import html
@@ -59,6 +60,7 @@ class QualityTab:
             self.lead = html("", elem_id="kv-quality-lead")
             self.figure = gr.Plot(show_label=False, visible=False, elem_id="kv-quality-figure")
             self.origin = html("", elem_id="kv-quality-origin")
+            figure_export(self.engine, "quality").build(key, [self.direction])
             self.arms = html("", elem_id="kv-quality-arms")
             self.settings = html("", elem_id="kv-quality-settings")
         api = {"api_visibility": self.engine.settings.api_visibility}

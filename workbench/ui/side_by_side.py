@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 
 from workbench.ui.engine import ARROWS, SIDES, Engine
+from workbench.ui.export import figure_export
 from workbench.ui.markup import esc, ms, notice, number, progress, provenance, side_badge, term
 from workbench.ui.measuring import QUICK, measure, saved, visit_of, wire_job
 from workbench.ui.theme import html
@@ -79,6 +80,7 @@ class SideTab:
             self.summary = html("", elem_id="kv-side-summary")
             self.figure = gr.Plot(show_label=False, visible=False, elem_id="kv-side-figure")
             self.origin = html("", elem_id="kv-side-origin")
+            figure_export(self.engine, "compare").build(key, [self.direction])
         api = {"api_visibility": self.engine.settings.api_visibility}
         shown = [self.status, self.columns, self.summary, self.figure, self.origin]
         inputs = [

@@ -11,6 +11,9 @@ from typing import Any
 
 import gradio as gr
 from gradio.themes.utils import colors, sizes
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.routing import Route
 
 from workbench.ui.settings import Settings
 
@@ -118,6 +121,17 @@ def html(value: Any = "", **options: Any) -> gr.HTML:
     return gr.HTML(value, apply_default_css=False, padding=False, **options)
 
 
+def library(request: Request) -> FileResponse:
+    """The drawing library that came with plotly, for figures that are saved or drawn in the page."""
+    del request
+    import plotly
+
+    path = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+    return FileResponse(
+        path, media_type="text/javascript", headers={"Cache-Control": "public, max-age=86400"}
+    )
+
+
 def launch_options(settings: Settings) -> dict[str, Any]:
     """Keyword arguments for `demo.launch`: look, address, and everything that is not needed switched off."""
     host = "0.0.0.0" if settings.on_space else settings.host  # a Space is reached from outside its container
@@ -134,6 +148,9 @@ def launch_options(settings: Settings) -> dict[str, Any]:
         "strict_cors": True,
         "allowed_paths": [],
         "max_file_size": "2mb",
+        "app_kwargs": {
+            "routes": [Route("/kv/plotly.min.js", library)]
+        },  # the one file that is served plainly
         "share": False,
         "quiet": True,
     }
