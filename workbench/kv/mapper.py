@@ -1,11 +1,16 @@
 """The mapper: a source model's KV cache in, a target model's KV cache out.
 
-For each target layer the chosen source layers' keys, with the source's rotation removed, stand side by side as features;
-one matrix product turns them into the target layer's keys for all its heads, the target's own rotation is applied,
-and the result is written straight into the target's cache. Values go the same way without any rotation.
+The chosen source layers' keys, with the source's rotation removed, and values stand side by side as features; matrix
+products turn them into the target layers' keys and values for all heads, the target's own rotation is applied to the
+keys, and the result is written straight into the target's cache. There are two forms:
 
-    x = [k_pre_src of layer a | layer b | …]        (n, k * heads_src * head_dim_src)
-    k_pre_tgt = x @ key_weight[t] + key_bias[t]     (n, heads_tgt * head_dim_tgt)
+    full       every target layer has its own matrices over the source layers that were chosen for it
+                   k_pre_tgt = x[t] @ key_weight[t] + key_bias[t]           x[t] (n, k * heads_src * head_dim_src)
+    low rank   thin matrices turn all features into a few coordinates, which all target layers read
+                   z = x @ reduce,   k_pre_tgt = z @ key_weight[t] + key_bias[t]              z (n, rank)
+
+With an MLP (low rank only) two hidden layers make further coordinates out of z, and the target layers read both:
+`[z | gelu(gelu(z @ m0 + b0) @ m1 + b1)]`. Values go the same way as keys, without any rotation.
 
 A `KVMapper` is frozen: it is made by `workbench.kv.fit` and stored by `workbench.kv.artefact`. Batch size is 1.
 """
@@ -25,6 +30,9 @@ from workbench.kv.cache import layer_tensors, length, truncate
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec
 
+FEATURES = ("own", "both")
+"""What a map reads: keys from keys and values from values, or each from keys and values."""
+
 
 @dataclass
 class MapTimes:
@@ -42,14 +50,20 @@ class KVMapper:
     Attributes:
         source: geometry of the model whose cache is read.
         target: geometry of the model whose cache is written.
-        key_layers: per target layer, the source layers whose keys are its features.
-        value_layers: the same for values.
-        key_weight: per target layer (len(key_layers[t]) * source.kv_width, target.kv_width).
+        key_layers: per target layer, the source layers that its keys are made of; all equal in the low-rank form.
+        value_layers: the same for values; equal to `key_layers` in the low-rank form with both features.
+        key_weight: per target layer (features, target.kv_width). Features are k * source.kv_width in the full form,
+            twice that with both features (keys first); rank, and the MLP's width, in the low-rank form.
         key_bias: per target layer (target.kv_width,).
         value_weight: like `key_weight`.
         value_bias: like `key_bias`.
         anchors: how many first tokens the fit left out, and the target should run natively.
         hold_back: how many last tokens the target should run natively, at least 1.
+        features: a name in `FEATURES`.
+        reduce: () in the full form. In the low-rank form the thin matrices (features, rank): the keys' and the values'
+            with own features, a single one that serves both with both features.
+        mlp: () or weight (rank, width), bias (width,), weight (width, width), bias (width,) of the two hidden layers;
+            needs a single `reduce`.
     """
 
     source: KVSpec
@@ -62,6 +76,9 @@ class KVMapper:
     value_bias: tuple[Tensor, ...]
     anchors: int = 4
     hold_back: int = 16
+    features: str = "own"
+    reduce: tuple[Tensor, ...] = ()
+    mlp: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that layers and shapes fit the two geometries.
@@ -77,9 +94,9 @@ class KVMapper:
             for t, chosen in enumerate(layers):
                 if not chosen or any(not 0 <= layer < self.source.layers for layer in chosen):
                     raise ValueError(f"{kind}_layers[{t}] names source layers that do not exist: {chosen}")
-                shape = (len(chosen) * self.source.kv_width, self.target.kv_width)
-                if tuple(weights[t].shape) != shape or tuple(biases[t].shape) != shape[1:]:
-                    raise ValueError(f"{kind}_weight[{t}] must have shape {shape}")
+        for name, shape in self.shapes().items():
+            if tuple(self.tensor(name).shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}")
 
     @classmethod
     def identity(cls, spec: KVSpec) -> KVMapper:
@@ -89,21 +106,76 @@ class KVMapper:
         return cls(spec, spec, layers, layers, weight, bias, weight, bias, anchors=0, hold_back=1)
 
     @property
+    def rank(self) -> int:
+        """Coordinates that a target layer reads in the low-rank form (without the MLP's), 0 in the full form."""
+        return self.reduce[0].shape[1] if self.reduce else 0
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP's hidden layers, 0 without one."""
+        return self.mlp[0].shape[1] if self.mlp else 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name of every tensor (as `tensor` takes it) -> the shape that it must have.
+
+        Raises:
+            ValueError: the layers or the number of thin matrices do not fit the form.
+        """
+        return expected_shapes(
+            self.source, self.target, self.key_layers, self.value_layers, self.features,
+            tuple(matrix.shape[-1] for matrix in self.reduce), self.hidden,
+        )  # fmt: skip
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its name, such as `key_weight[3]`.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        field, _, index = name.rstrip("]").partition("[")
+        try:
+            return getattr(self, field)[int(index)]
+        except (AttributeError, IndexError) as error:
+            raise ValueError(f"there is no tensor {name}") from error
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> KVMapper:
+        """The same mapper with all its tensors (by the names of `shapes`) replaced."""
+        fields: dict[str, tuple[Tensor, ...]] = {}
+        for name in self.shapes():
+            field = name.partition("[")[0]
+            fields[field] = (*fields.get(field, ()), tensors[name])
+        return replace(self, **fields)  # type: ignore[arg-type]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all matrices and biases as they are held now."""
-        tensors = (*self.key_weight, *self.key_bias, *self.value_weight, *self.value_bias)
+        tensors = [self.tensor(name) for name in self.shapes()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Every matrix that a token is multiplied with."""
+        return (*self.reduce, *self.mlp[::2], *self.key_weight, *self.value_weight)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating-point operations of the matrix products for one token, a multiply-add counted as two."""
+        return 2 * sum(matrix.numel() for matrix in self.matrices)
 
     def to(self, dtype: torch.dtype | None = None, devices: Sequence[torch.device] | None = None) -> KVMapper:
         """The same mapper in another dtype, with each target layer's matrices on that layer's device.
+
+        What all target layers share goes to the first one's device.
 
         Args:
             dtype: of all tensors, None to keep.
             devices: one a target layer, None to keep.
         """
 
-        def moved(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            places = devices or [tensor.device for tensor in tensors]
+        def moved(tensors: tuple[Tensor, ...], shared: bool = False) -> tuple[Tensor, ...]:
+            places = [tensor.device for tensor in tensors]
+            if devices:
+                places = [devices[0]] * len(tensors) if shared else list(devices)
             return tuple(tensor.to(place, dtype) for tensor, place in zip(tensors, places, strict=True))
 
         return replace(
@@ -112,7 +184,26 @@ class KVMapper:
             key_bias=moved(self.key_bias),
             value_weight=moved(self.value_weight),
             value_bias=moved(self.value_bias),
+            reduce=moved(self.reduce, shared=True),
+            mlp=moved(self.mlp, shared=True),
         )
+
+    def coordinates(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What the target layers read in the low-rank form; gradients flow.
+
+        Args:
+            keys: (n, k * source.kv_width) stripped keys of `key_layers[0]`, layer by layer.
+            values: (n, k * source.kv_width) values of `value_layers[0]`.
+
+        Returns:
+            Two (n, rank + hidden), for keys and for values; one and the same with both features.
+        """
+        if self.features == "own":
+            return keys @ self.reduce[0], values @ self.reduce[1]
+        z = torch.cat((keys, values), dim=1) @ self.reduce[0]
+        if self.mlp:
+            z = torch.cat((z, hidden_coordinates(z, self.mlp)), dim=1)
+        return z, z
 
     @torch.inference_mode()
     def map_into(
@@ -152,39 +243,26 @@ class KVMapper:
                 f"the target {length(target_cache)}"
             )
         try:
-            keys, values = self._features(source_cache, start, stop, rotary_src, times)
+            clock = perf_counter()
+            features = _Features(self, source_cache, start, stop, rotary_src)
+            times.strip_ms += (perf_counter() - clock) * 1e3
+            if self.reduce:
+                clock = perf_counter()
+                features.reduce(self)
+                times.product_ms += (perf_counter() - clock) * 1e3
             for t in range(self.target.layers):
                 if should_stop and should_stop():
                     raise Cancelled("The switch was stopped.")
-                self._map_layer(t, keys, values, target_cache, start, rotary_tgt, times)
+                self._map_layer(t, features, target_cache, start, rotary_tgt, times)
         except BaseException:
             truncate(target_cache, start)
             raise
         return times
 
-    def _features(
-        self, source_cache: Cache, start: int, stop: int, rotary_src: Rotary, times: MapTimes
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Per source layer that is read: stripped keys and values, each (n, kv_width) in the mapper's dtype."""
-        clock = perf_counter()
-        dtype = self.key_weight[0].dtype
-        keys, values = {}, {}
-        for layer in sorted({layer for chosen in self.key_layers for layer in chosen}):
-            k_rot = layer_tensors(source_cache, layer)[0][..., start:stop, :]
-            features = torch.empty(stop - start, self.source.kv_width, dtype=dtype, device=k_rot.device)
-            rotary_src.strip(k_rot, start, out=head_by_head(features, self.source.kv_heads))
-            keys[layer] = features
-        for layer in sorted({layer for chosen in self.value_layers for layer in chosen}):
-            values[layer] = side_by_side(layer_tensors(source_cache, layer)[1][..., start:stop, :]).to(dtype)
-        _wait_for(next(iter(keys.values())).device)
-        times.strip_ms += (perf_counter() - clock) * 1e3
-        return keys, values
-
     def _map_layer(
         self,
         t: int,
-        keys: dict[int, Tensor],
-        values: dict[int, Tensor],
+        features: _Features,
         target_cache: Cache,
         start: int,
         rotary_tgt: Rotary,
@@ -194,10 +272,8 @@ class KVMapper:
         clock = perf_counter()
         device = self.key_weight[t].device
         heads = self.target.kv_heads
-        k_pre = torch.addmm(self.key_bias[t], _gather(keys, self.key_layers[t], device), self.key_weight[t])
-        value = torch.addmm(
-            self.value_bias[t], _gather(values, self.value_layers[t], device), self.value_weight[t]
-        )
+        k_pre = torch.addmm(self.key_bias[t], features.of("key", t, device), self.key_weight[t])
+        value = torch.addmm(self.value_bias[t], features.of("value", t, device), self.value_weight[t])
         _wait_for(device)
         after_product = perf_counter()
         n = k_pre.shape[0]
@@ -211,6 +287,133 @@ class KVMapper:
         times.rotate_ms += (perf_counter() - after_product) * 1e3
 
 
+class _Features:
+    """Stripped keys and values of the source layers that are read, side by side in one matrix.
+
+    Each layer is written once, straight to its columns; source layers that follow one another are then read as a view,
+    and only scattered ones are gathered. (Adding up one product a layer instead, without gathering, was measured: no
+    faster, and in half precision the error doubles, since every partial sum is rounded.)
+    """
+
+    def __init__(self, mapper: KVMapper, cache: Cache, start: int, stop: int, rotary: Rotary) -> None:
+        dtype, device = mapper.key_weight[0].dtype, mapper.key_weight[0].device
+        self._mapper, self._width = mapper, mapper.source.kv_width
+        used = {"key": {i for row in mapper.key_layers for i in row},
+                "value": {i for row in mapper.value_layers for i in row}}  # fmt: skip
+        if mapper.features == "both":
+            used["key"] = used["value"] = used["key"] | used["value"]
+        places = [(kind, layer) for kind in ("key", "value") for layer in sorted(used[kind])]
+        self._place = {place: index for index, place in enumerate(places)}
+        rows = torch.empty(stop - start, len(places) * self._width, dtype=dtype, device=device)
+        for index, (kind, layer) in enumerate(places):
+            columns = head_by_head(
+                rows[:, index * self._width : (index + 1) * self._width], mapper.source.kv_heads
+            )
+            keys, values = layer_tensors(cache, layer)
+            if kind == "value":
+                columns.copy_(values[..., start:stop, :])
+            elif keys.device == device:
+                rotary.strip(keys[..., start:stop, :], start, out=columns)
+            else:
+                columns.copy_(rotary.strip(keys[..., start:stop, :], start))
+        _wait_for(device)
+        self._rows = {device: rows}
+        self._reduced: dict[tuple[str, torch.device], Tensor] = {}
+
+    def reduce(self, mapper: KVMapper) -> None:
+        """Low-rank form: make the coordinates that all target layers read, and let go of the features."""
+        device = mapper.reduce[0].device
+        for kind, matrix in zip(("key", "value"), mapper.reduce, strict=False):
+            z = self._gathered(kind, 0, device) @ matrix
+            if mapper.mlp:
+                z = torch.cat((z, hidden_coordinates(z, mapper.mlp)), dim=1)
+            self._reduced[kind, device] = z
+        self._reduced.setdefault(("value", device), self._reduced["key", device])
+        self._rows.clear()
+        _wait_for(device)
+
+    def of(self, kind: str, t: int, device: torch.device) -> Tensor:
+        """(n, features) of one target layer on its device; what had to be moved is remembered."""
+        if not self._reduced:
+            return self._gathered(kind, t, device)
+        if (kind, device) not in self._reduced:
+            self._reduced[kind, device] = next(z for (of, _), z in self._reduced.items() if of == kind).to(
+                device
+            )
+        return self._reduced[kind, device]
+
+    def _gathered(self, kind: str, t: int, device: torch.device) -> Tensor:
+        if device not in self._rows:
+            self._rows[device] = next(iter(self._rows.values())).to(device)
+        layers = (self._mapper.key_layers if kind == "key" else self._mapper.value_layers)[t]
+        kinds = ("key", "value") if self._mapper.features == "both" else (kind,)
+        places = [self._place[of, layer] for of in kinds for layer in layers]
+        rows, width = self._rows[device], self._width
+        if places == list(range(places[0], places[0] + len(places))):
+            return rows[:, places[0] * width : (places[-1] + 1) * width]
+        return torch.cat([rows[:, at * width : (at + 1) * width] for at in places], dim=1)
+
+
+def expected_shapes(
+    source: KVSpec,
+    target: KVSpec,
+    key_layers: tuple[tuple[int, ...], ...],
+    value_layers: tuple[tuple[int, ...], ...],
+    features: str = "own",
+    ranks: tuple[int, ...] = (),
+    hidden: int = 0,
+) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of all tensors of a mapper, in the order in which they are stored.
+
+    Args:
+        source: geometry that is read.
+        target: geometry that is written.
+        key_layers: as in `KVMapper`.
+        value_layers: as in `KVMapper`.
+        features: as in `KVMapper`.
+        ranks: columns of each matrix of `reduce`, () for the full form.
+        hidden: width of the MLP, 0 for none.
+
+    Raises:
+        ValueError: what is asked for does not go together.
+    """
+    if features not in FEATURES:
+        raise ValueError(f"features must be one of {', '.join(FEATURES)}, not {features!r}")
+    if ranks and len(ranks) != (2 if features == "own" else 1):
+        raise ValueError("own features need two thin matrices, both features one")
+    if ranks and (len({*key_layers}) != 1 or len({*value_layers}) != 1):
+        raise ValueError("in the low-rank form all target layers read the same source layers")
+    if ranks and features == "both" and key_layers != value_layers:
+        raise ValueError(
+            "with both features in the low-rank form keys and values read the same source layers"
+        )
+    if hidden and len(ranks) != 1:
+        raise ValueError("an MLP needs the low-rank form with both features")
+    width = source.kv_width * (2 if features == "both" else 1)
+    chosen = {"key": key_layers, "value": value_layers}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index, rank in enumerate(ranks):
+        layers = key_layers if index == 0 else value_layers
+        shapes[f"reduce[{index}]"] = (len(layers[0]) * width, rank)
+    if hidden:
+        sizes = ((ranks[0], hidden), (hidden,), (hidden, hidden), (hidden,))
+        shapes |= {f"mlp[{index}]": size for index, size in enumerate(sizes)}
+    for number, (kind, layers) in enumerate(chosen.items()):
+        for t in range(target.layers):
+            rows = ranks[min(number, len(ranks) - 1)] + hidden if ranks else len(layers[t]) * width
+            shapes[f"{kind}_weight[{t}]"] = (rows, target.kv_width)
+        for t in range(target.layers):
+            shapes[f"{kind}_bias[{t}]"] = (target.kv_width,)
+    return shapes
+
+
+def hidden_coordinates(z: Tensor, mlp: Sequence[Tensor]) -> Tensor:
+    """(n, rank) -> (n, width): the two hidden layers of an MLP; gradients flow."""
+    for weight, bias in zip(mlp[::2], mlp[1::2], strict=True):
+        z = torch.nn.functional.gelu(torch.addmm(bias, z, weight))
+    return z
+
+
 def side_by_side(heads: Tensor) -> Tensor:
     """(1, heads, n, head_dim) of one layer -> (n, heads * head_dim), head by head."""
     return heads[0].transpose(0, 1).flatten(1)
@@ -219,16 +422,6 @@ def side_by_side(heads: Tensor) -> Tensor:
 def head_by_head(rows: Tensor, heads: int) -> Tensor:
     """(n, heads * head_dim) -> (1, heads, n, head_dim), a view: the inverse of `side_by_side`."""
     return rows.view(rows.shape[0], heads, -1).transpose(0, 1)[None]
-
-
-def _gather(features: dict[int, Tensor], layers: tuple[int, ...], device: torch.device) -> Tensor:
-    """(n, k * kv_width) on `device`; a layer that came from elsewhere is moved once and remembered."""
-    for layer in layers:
-        if features[layer].device != device:
-            features[layer] = features[layer].to(device)
-    if len(layers) == 1:
-        return features[layers[0]]
-    return torch.cat([features[layer] for layer in layers], dim=1)
 
 
 def _wait_for(device: torch.device) -> None:
