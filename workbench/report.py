@@ -18,7 +18,7 @@ from typing import Any
 from workbench import plots
 from workbench.errors import InputError
 from workbench.lab import tables
-from workbench.lab.results import KINDS, HeadMaps, as_precomputed
+from workbench.lab.results import KINDS, HeadMaps, Recording, as_precomputed
 from workbench.lab.summary import KeyFigure, Run, gather, key_figures
 from workbench.words import TERMS
 
@@ -164,6 +164,8 @@ def _keys(results: Mapping[str, Any], other: Run | None, other_name: str) -> str
 
 
 def _result(kind: str, result: Any, figures: list[str], other: Any, other_name: str) -> str:
+    if isinstance(result, Recording):
+        return _conversation(result)
     title = TITLES.get(kind, kind.replace("_", " ").capitalize())
     body = _drawings(result, figures)
     if other is not None:
@@ -173,6 +175,20 @@ def _result(kind: str, result: Any, figures: list[str], other: Any, other_name: 
         )
     head, rows = tables.rows(result)
     return f"<section><h2>{esc(title)}</h2>{body}{_table(head, rows)}</section>"
+
+
+def _conversation(recording: Recording) -> str:
+    """What was said, by which weights, and the switches between."""
+    parts = []
+    for turn in recording.turns:
+        if turn.account:
+            parts.append(f'<p class="note">{esc(plots.describe(turn.account))}</p>')
+        if turn.say:
+            parts.append(f"<p><b>Person:</b> {esc(turn.say)}</p>")
+        if turn.pieces:
+            who = f"{esc(turn.model)} ({esc(turn.side)}, {esc(turn.how)})"
+            parts.append(f'<p class="said"><b>{who}:</b> {esc(turn.text)}</p>')
+    return f"<section><h2>A recorded conversation</h2>{''.join(parts)}{_origin(recording)}</section>"
 
 
 def _drawings(result: Any, figures: list[str]) -> str:

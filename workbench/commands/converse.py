@@ -13,6 +13,7 @@ from workbench.models.catalog import SIDES, source_side
 
 if TYPE_CHECKING:
     from workbench.chat.conversation import Conversation
+    from workbench.lab.recording import Recorder
 
 HOWS = ("mapped", "prefill")
 SCRIPT_LIMIT = 10_000_000
@@ -45,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure-prefill", action="store_true", help="time the prefill that each switch avoided"
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="save the conversation with its token times in this file"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="save that recording for the page, beside the mapper"
+    )
 
 
 def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
@@ -56,6 +63,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     from workbench.chat.conversation import Conversation
     from workbench.chat.decode import Sampling
     from workbench.commands.common import host_from_args
+    from workbench.lab.provenance import save_result
+    from workbench.lab.recording import Recorder
 
     host, direction = host_from_args(args)
     sampling = Sampling(
@@ -71,14 +80,18 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     for side in dict.fromkeys([first, *(turn["on"] for turn in script if "on" in turn)]):
         host.model(side, progress)
     chat = Conversation(host, sampling, args.system, first, args.anchors, args.hold_back)
-    turns = []
+    turns, recorder = [], Recorder()
     for number, turn in enumerate(script):
         progress(number / len(script), f"Turn {number + 1} of {len(script)}")
-        turns.append(play(chat, turn, args.measure_prefill))
-    return {"pair": host.pair.name, "turns": turns, "token_ids": chat.token_ids}
+        turns.append(play(chat, turn, args.measure_prefill, recorder))
+    result = {"pair": host.pair.name, "turns": turns, "token_ids": chat.token_ids}
+    places = [args.record] if args.record else []
+    places += [host.mapper_folder(direction) / "recording.json"] if args.save else []
+    recording = recorder.recording(chat, direction, script) if places else None
+    return result | ({"saved": [str(save_result(recording, place)) for place in places]} if places else {})
 
 
-def play(chat: Conversation, turn: dict[str, str], measure: bool) -> dict[str, Any]:
+def play(chat: Conversation, turn: dict[str, str], measure: bool, recorder: Recorder) -> dict[str, Any]:
     """One turn of the script: switch first if it is on the other side, then say what there is to say."""
     account = None
     if turn.get("on", chat.side) != chat.side:
@@ -89,8 +102,9 @@ def play(chat: Conversation, turn: dict[str, str], measure: bool) -> dict[str, A
         name = chat.host.name(chat.side)
         how = account.how if account else "native"
         shown = account.to_json() if account else None
+        recorder.switched(chat, account)
         return {"model": name, "side": chat.side, "how": how, "text": "", "token_ids": [], "account": shown}
-    *_, message = chat.send(turn["say"])
+    message = recorder.said(turn["say"], chat.send(turn["say"]))
     data = message.to_json()
     names = ("model", "side", "how", "text", "token_ids", "account")
     extra = ("stopped", "notice", "reused", "native", "rerun", "ms", "tokens_per_second")
@@ -149,4 +163,5 @@ def show(result: dict[str, Any]) -> str:
         last = account or last
         if turn["token_ids"] or turn["text"]:
             lines.append(f"[{turn['model']}, {turn['how']}] {turn['text']}")
+    lines += [f"Saved as {place}" for place in result.get("saved", [])]
     return "\n".join(lines)

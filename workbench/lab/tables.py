@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from workbench.lab.results import METRICS, Comparison, Evaluation, HeadMaps, LatencyBench
+from workbench.lab.results import METRICS, Comparison, Evaluation, HeadMaps, LatencyBench, Recording
 from workbench.lab.results.common import jsonable
 
 Rows = tuple[list[str], list[list[Any]]]
@@ -36,6 +36,13 @@ def rows(result: Any, metric: str | None = None) -> Rows:
         return _latency(result)
     if isinstance(result, Evaluation):
         return _quality(result)
+    if isinstance(result, Recording):
+        head = ["turn", "side", "how", "ms", "text"]
+        return head, [
+            [number, turn.side, turn.how, at, text]
+            for number, turn in enumerate(result.turns, start=1)
+            for at, text in turn.pieces
+        ]
     data = {key: value for key, value in result.to_json().items() if key != "provenance"}
     return ["path", "value"], [[path, value] for path, value in _leaves(data)]
 

@@ -19,6 +19,7 @@ from workbench.lab.results.comparison import COLUMNS, Comparison
 from workbench.lab.results.heads import METRICS, HeadMaps, Metric
 from workbench.lab.results.latency import LatencyBench, LatencyCell
 from workbench.lab.results.quality import ARMS, Arm, Evaluation, Figure, Setting
+from workbench.lab.results.recording import RecordedTurn, Recording
 
 __all__ = [
     "ARMS",
@@ -33,6 +34,8 @@ __all__ = [
     "LatencyBench",
     "LatencyCell",
     "Metric",
+    "RecordedTurn",
+    "Recording",
     "Setting",
     "Step",
     "as_precomputed",
@@ -46,6 +49,7 @@ KINDS: dict[str, Any] = {
     "heads": HeadMaps,
     "latency": LatencyBench,
     "quality": Evaluation,
+    "recording": Recording,
 }
 """Kind of a saved result (the name of its file) -> the class that reads it."""
 
