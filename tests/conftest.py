@@ -95,9 +95,13 @@ def tiny_model(kind: str = "llama", seed: int = 0, **overrides: Any) -> Any:
         seed: of the weights.
         **overrides: of the config, for example `num_hidden_layers=2` or `rope_parameters={...}`.
     """
+    return random_model(tiny_config(kind, **overrides), seed)
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A model of any config with every parameter random, as `tiny_model` makes them."""
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(kind, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")

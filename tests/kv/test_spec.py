@@ -83,7 +83,6 @@ def test_rope_is_compared_by_value() -> None:
         ("falcon", {"alibi": True}, "ALiBi"),
         ("gpt2", {}, "no rotary"),
         ("opt", {}, "no rotary"),
-        ("smollm3", {}, "no rotation"),
         ("llama4_text", {}, ""),
         ("gemma3", {}, "multimodal"),
         ("qwen2_vl", {}, "multimodal"),

@@ -7,7 +7,8 @@ by the target's. cos and sin come from the model's own module and already contai
     rotate(k) = k*cos + rotate_half(k)*sin              strip(k) = (k*cos - rotate_half(k)*sin) / s²
 
 with rotate_half((a, b)) = (-b, a) over the two halves of the first `rotary_dim` dimensions; the others pass
-unchanged (partial rotary). A wrong theta cancels in strip-then-rotate, so tests compare with keys captured
+unchanged (partial rotary). Layers without rotation (SmolLM3 has some) keep their keys as they are: there both
+directions only copy. A wrong theta cancels in strip-then-rotate, so tests compare with keys captured
 before the rotation. Shapes: `(..., tokens, head_dim)`, tokens at positions start, start+1, ...
 """
 
@@ -38,6 +39,7 @@ class Rotary:
     Attributes:
         rotary_dim: how many of the first dimensions of a head turn.
         scaling: the factor s in cos and sin (not 1 for yarn).
+        unrotated: layers whose keys are never turned.
     """
 
     def __init__(self, model: Any) -> None:
@@ -59,6 +61,11 @@ class Rotary:
             )
         self._module = module
         self.scaling = float(getattr(module, "attention_scaling", 1.0))
+        self.unrotated = frozenset(
+            index
+            for index, layer in enumerate(getattr(base, "layers", ()))
+            if not getattr(getattr(layer, "self_attn", None), "use_rope", True)
+        )
         self._tables: dict[torch.device, _Table] = {}
         cos, sin = self._own_tables(0, 4)
         self.rotary_dim = cos.shape[-1]
@@ -69,20 +76,23 @@ class Rotary:
             )
         self._check_against(base, cos, sin)
 
-    def strip(self, k_rot: Tensor, start: int = 0, out: Tensor | None = None) -> Tensor:
+    def strip(self, k_rot: Tensor, start: int = 0, out: Tensor | None = None, *, layer: int = 0) -> Tensor:
         """Keys without rotation.
 
         Args:
             k_rot: `(..., n, head_dim)`, as in a cache, at positions start..start+n-1.
             start: position of the first token.
             out: where to write, as for `rotate` (a slice of a feature matrix, for example).
+            layer: whose keys these are; it matters only where some layers have no rotation.
 
         Returns:
             `out`, or a new tensor of the same shape and dtype; half precision is computed in float32.
         """
+        if layer in self.unrotated:
+            return _copied(k_rot, out)
         return self._turned(k_rot, start, out, sign=-1, scale=1.0 / self.scaling**2)
 
-    def rotate(self, k_pre: Tensor, start: int = 0, out: Tensor | None = None) -> Tensor:
+    def rotate(self, k_pre: Tensor, start: int = 0, out: Tensor | None = None, *, layer: int = 0) -> Tensor:
         """Keys with rotation.
 
         Args:
@@ -90,6 +100,7 @@ class Rotary:
             start: position of the first token.
             out: where to write, same shape, possibly of another dtype (slots of a cache). With float32
                 input and output nothing else is allocated. It must not overlap the input.
+            layer: as for `strip`.
 
         Returns:
             `out`, or a new tensor like `k_pre`.
@@ -97,6 +108,8 @@ class Rotary:
         Raises:
             ValueError: `out` has another shape.
         """
+        if layer in self.unrotated:
+            return _copied(k_pre, out)
         return self._turned(k_pre, start, out, sign=1, scale=1.0)
 
     def cos_sin(self, start: int, stop: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -111,10 +124,7 @@ class Rotary:
 
     def _turned(self, k: Tensor, start: int, out: Tensor | None, *, sign: int, scale: float) -> Tensor:
         """(a, b) -> (a*cos - sign*b*sin, b*cos + sign*a*sin) * scale, written into `out`."""
-        if out is None:
-            out = torch.empty_like(k, memory_format=torch.contiguous_format)
-        elif out.shape != k.shape:
-            raise ValueError(f"out has shape {tuple(out.shape)}, the keys have {tuple(k.shape)}")
+        out = _room_for(k, out)
         n = k.shape[-2]
         table = self._table(start + n, k.device)
         cos, sin = table.cos[start : start + n], table.sin[start : start + n]
@@ -159,6 +169,20 @@ class Rotary:
             expected = function(k, k, cos[None], sin[None])[1]
         if not torch.allclose(self.rotate(k), expected, atol=1e-5):
             raise UnsupportedModelError(f"{type(base).__name__} rotates keys in a way that is not supported.")
+
+
+def _room_for(k: Tensor, out: Tensor | None) -> Tensor:
+    """`out` if it has the shape of the keys, or a new tensor."""
+    if out is None:
+        return torch.empty_like(k, memory_format=torch.contiguous_format)
+    if out.shape != k.shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, the keys have {tuple(k.shape)}")
+    return out
+
+
+def _copied(k: Tensor, out: Tensor | None) -> Tensor:
+    """The keys of a layer without rotation, in `out` or in a new tensor."""
+    return _room_for(k, out).copy_(k)
 
 
 def _turn(k: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> None:

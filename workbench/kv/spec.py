@@ -1,8 +1,8 @@
 """What a model's KV cache looks like, read from its config alone, and which two models can be paired.
 
 A cache can be mapped when every layer keeps keys and values of *all* tokens, one key and one value per
-token and KV head, and when the rotation in the keys is the same for every layer and never changes while
-the model runs. `KVSpec.from_config` accepts exactly that and refuses the rest by name and reason, before
+token and KV head, and when the rotation in the keys is the same for every layer that has one and never
+changes while the model runs. `KVSpec.from_config` accepts exactly that and refuses the rest by name and reason, before
 any weights are read. What a config does not show (interleaved rotation, for example) is checked on the
 model itself by `workbench.kv.rope.Rotary`.
 
@@ -36,6 +36,9 @@ _REFUSED_FAMILIES = {
     **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat"), _NORM_AFTER),
 }
 
+# Families whose attention says of every layer whether it rotates (`use_rope`), so that `Rotary` can follow.
+_SOME_UNROTATED = ("smollm3",)
+
 # Vocabularies of one tokenizer differ only by padding rows; more than this share is another tokenizer.
 _PADDING_SHARE = 0.02
 
@@ -55,7 +58,8 @@ class RopeSpec:
         type: one of `ROPE_TYPES`.
         theta: base of the wavelengths, without unit.
         rotary_dim: how many of the first dimensions of a head turn (`head_dim` unless rotary is partial).
-        parameters: everything else that the config says, JSON values; compared by value.
+        parameters: everything else that the config says, JSON values; compared by value. `unrotated_layers`
+            among them lists the layers without rotation, where a model has some.
     """
 
     type: str
@@ -127,7 +131,7 @@ class KVSpec:
                 hidden_size=int(config.hidden_size),
                 vocab_size=int(config.vocab_size),
                 max_positions=int(config.max_position_embeddings),
-                rope=_rope_spec(config.rope_parameters, head_dim),
+                rope=_rope_spec(config, head_dim),
             )
         except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
             raise UnsupportedModelError(
@@ -243,11 +247,15 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _rope_spec(parameters: Mapping[str, Any], head_dim: int) -> RopeSpec:
-    values = json.loads(json.dumps(dict(parameters)))
+def _rope_spec(config: Any, head_dim: int) -> RopeSpec:
+    values = json.loads(json.dumps(dict(config.rope_parameters)))
     kind = values.pop("rope_type", None) or values.pop("type", "default")
     theta = float(values.pop("rope_theta"))
     rotary_dim = int(head_dim * float(values.get("partial_rotary_factor") or 1.0))
+    rotated = getattr(config, "no_rope_layers", None) or ()  # 1 where a layer rotates, 0 where it does not
+    unrotated = [layer for layer, flag in enumerate(rotated) if not flag]
+    if unrotated:
+        values["unrotated_layers"] = unrotated
     return RopeSpec(type=kind, theta=theta, rotary_dim=rotary_dim, parameters=values)
 
 
@@ -317,7 +325,7 @@ def _why_rope(config: Any) -> str:
         return _rope_type_reason(kind)
     if parameters.get("rope_theta") is None:
         return "its config gives no rope_theta"
-    rotated = getattr(config, "no_rope_layers", None)  # 1 where a layer rotates, 0 where it does not
-    if rotated and not all(rotated):
+    rotated = getattr(config, "no_rope_layers", None)
+    if rotated and not all(rotated) and getattr(config, "model_type", None) not in _SOME_UNROTATED:
         return f"{sum(not flag for flag in rotated)} layers have no rotation"
     return ""
