@@ -111,6 +111,11 @@ _ALL = [
 PAIRS: dict[str, PairRef] = {pair.name: pair for pair in _ALL}
 
 
+def known(ref: str) -> bool:
+    """Whether a reference is in the catalog; a revision of one's own choice is not."""
+    return any(ref in (pair.small, pair.large) for pair in PAIRS.values())
+
+
 def resolve(
     pair: str | None = None, source: str | None = None, target: str | None = None, direction: str = "up"
 ) -> PairRef:

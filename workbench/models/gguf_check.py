@@ -3,17 +3,20 @@
 Readers take a declared array length as it stands, so a file of 49 bytes can make them loop or fill the
 memory. Here every declared length is first compared with the bytes that are left: an array of n texts needs
 at least 8 n of them. So the walk ends after at most as many steps as the file has room for, and what passes
-is as large as it looks.
+is as large as it looks. Then the reader that transformers uses has to get along with it. Both happen in a child
+process with a limit on time and memory.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
 from pathlib import Path
 
 from workbench.errors import InputError
+from workbench.models.isolated import MEMORY_MB, ChildError, ChildLimitError, ask
 
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # value type -> bytes
 TEXT, ARRAY = 8, 9
@@ -21,10 +24,11 @@ MOST_TEXTS = 4_000_000  # the largest vocabularies and their merges have about h
 MOST_KEYS = MOST_TENSORS = 100_000
 MOST_DIMENSIONS = 8
 LONGEST_NAME = 65_535
+SECONDS = 10.0
 
 
 class _Damaged(Exception):
-    """What is wrong, in a few words."""
+    """What is wrong, in a few words that complete "it …"."""
 
 
 class _Walk:
@@ -39,7 +43,7 @@ class _Walk:
 
     def skip(self, n: int) -> None:
         if n > self.left:
-            raise _Damaged("it ends too early, or declares absurd sizes")
+            raise _Damaged("ends too early, or declares absurd sizes")
         self._at += n
 
     def number(self, code: str) -> int:
@@ -51,7 +55,7 @@ class _Walk:
         self._texts += 1
         length = self.number("<Q")
         if self._texts > MOST_TEXTS or (longest is not None and length > longest):
-            raise _Damaged("it declares absurd sizes")
+            raise _Damaged("declares absurd sizes")
         self.skip(length)
 
     def value(self, kind: int, depth: int = 0) -> None:
@@ -65,39 +69,66 @@ class _Walk:
                 self.skip(count * SIZES[inner])
                 return
             if count * 8 > self.left:
-                raise _Damaged("it declares absurd sizes")
+                raise _Damaged("declares absurd sizes")
             for _ in range(count):
                 self.value(inner, depth + 1)
         else:
-            raise _Damaged(f"it has a value of the unknown type {kind}")
+            raise _Damaged(f"has a value of the unknown type {kind}")
 
 
 def check_gguf(path: Path) -> None:
-    """Walk over keys and tensor descriptions; nothing is kept.
+    """Refuse a GGUF file that cannot be read within limits; looked at again only when it has changed.
 
     Args:
         path: a plain file.
 
     Raises:
-        InputError: it is no GGUF file of version 2 or 3, is cut off, or declares sizes that it cannot hold.
+        InputError: it is no GGUF file of version 2 or 3, is cut off, declares sizes that it cannot hold, or takes
+            too long.
     """
+    info = path.stat()
+    _check(path.resolve(), info.st_size, info.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _check(path: Path, size: int, mtime_ns: int) -> None:
     try:
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise _Damaged("it does not begin like one")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _walk(_Walk(data), len(data))
-    except _Damaged as damage:
-        raise InputError(f"{path.name} cannot be read as a GGUF file: {damage}.") from None
+        ask("gguf", str(path), seconds=SECONDS, megabytes=MEMORY_MB + 2 * size // 1_000_000)
+    except (ChildError, ChildLimitError) as why:
+        raise InputError(f"{path.name} cannot be read as a GGUF file: it {why}.") from None
+
+
+def parse(path: Path) -> int:
+    """Walk over keys and tensor descriptions, then let the reader parse them: for the child.
+
+    Returns:
+        How many tensors there are.
+
+    Raises:
+        _Damaged: what is wrong.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise _Damaged("does not begin like one")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _walk(_Walk(data), len(data))
+    from gguf import GGUFReader
+
+    try:
+        return len(GGUFReader(path).tensors)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _Damaged(f"is damaged ({type(error).__name__})") from error
 
 
 def _walk(walk: _Walk, size: int) -> None:
     walk.skip(4)
     version, tensors, keys = walk.number("<I"), walk.number("<Q"), walk.number("<Q")
     if version not in (2, 3):
-        raise _Damaged(f"its version is {version}, and 2 and 3 are known")
+        raise _Damaged(f"has the version {version}, and 2 and 3 are known")
     if keys > MOST_KEYS or not 0 < tensors <= MOST_TENSORS:
-        raise _Damaged(f"it declares {keys} keys and {tensors} tensors")
+        raise _Damaged(f"declares {keys} keys and {tensors} tensors")
     for _ in range(keys):
         walk.text(LONGEST_NAME)
         walk.value(walk.number("<I"))
@@ -105,8 +136,8 @@ def _walk(walk: _Walk, size: int) -> None:
         walk.text(LONGEST_NAME)
         dimensions = walk.number("<I")
         if dimensions > MOST_DIMENSIONS:
-            raise _Damaged(f"it has a tensor of {dimensions} dimensions")
+            raise _Damaged(f"has a tensor of {dimensions} dimensions")
         elements = math.prod(walk.number("<Q") for _ in range(dimensions))
         walk.skip(4)  # the quantisation; no kind has less than a bit per element
         if elements > 8 * size or walk.number("<Q") > size:
-            raise _Damaged("it has a tensor that is larger than the file")
+            raise _Damaged("has a tensor that is larger than the file")

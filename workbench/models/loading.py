@@ -29,7 +29,9 @@ from workbench.errors import InputError, ModelUnavailableError, UnsupportedModel
 from workbench.kv.artefact import ModelIdentity
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec, tokenizer_hash
+from workbench.models.catalog import known
 from workbench.models.sources import Source, locate
+from workbench.models.template_child import isolate
 
 Progress = Callable[[float, str], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,6 +111,8 @@ def load(
             config = AutoConfig.from_pretrained(source.path, **source.arguments)
             spec = KVSpec.from_config(config)  # refuses what cannot be mapped before the weights are read
             tokenizer = AutoTokenizer.from_pretrained(source.path, **source.arguments)
+            if not known(ref):
+                isolate(tokenizer, source.name)
             model = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 dtype=wanted,
