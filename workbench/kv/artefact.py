@@ -32,12 +32,12 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from workbench.errors import ArtefactError, UnsupportedModelError
-from workbench.kv.mapper import KVMapper
+from workbench.kv.mapper import FEATURES, KVMapper, expected_shapes
 from workbench.kv.spec import KVSpec
 
-FORMAT = 1
+FORMAT = 2  # 1 had full matrices only; such manifests are still read
+READABLE = (1, FORMAT)
 TENSORS, MANIFEST = "mapper.safetensors", "manifest.json"
-KINDS = ("key", "value")
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 MANIFEST_LIMIT, HEADER_LIMIT = 4_000_000, 16_000_000
 
@@ -54,7 +54,11 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a mapper but its numbers. `held_out` figures come from tokens that played no part in the fit."""
+    """Everything about a mapper but its numbers. `held_out` figures come from tokens that played no part in the fit.
+
+    `features`, `ranks` and `hidden` are the mapper's form (see `KVMapper`); `selection` says how source layers were
+    chosen, `polish` how many steps of gradient descent followed the closed form.
+    """
 
     direction: str
     source: ModelIdentity
@@ -72,10 +76,17 @@ class Manifest:
     tensors_sha256: str = ""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     format: int = FORMAT
+    features: str = "own"
+    ranks: tuple[int, ...] = ()
+    hidden: int = 0
+    selection: str = "ranked"
+    polish: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
         data = asdict(self)
+        if self.format == 1:
+            data = {name: value for name, value in data.items() if name not in _SINCE_2}
         for side in ("source", "target"):
             data[side]["spec"] = getattr(self, side).spec.to_json()
         return data
@@ -89,12 +100,13 @@ class Manifest:
         """
         if not isinstance(data, dict):
             raise ArtefactError("The manifest is not a JSON object.")
-        if data.get("format") != FORMAT:
+        if data.get("format") not in READABLE or isinstance(data["format"], bool):
             raise ArtefactError(
-                f"The manifest's format is {data.get('format')!r}, this program reads {FORMAT}.",
+                f"The manifest's format is {data.get('format')!r}, this program reads "
+                f"{' and '.join(map(str, READABLE))}.",
                 "Update the program or fit the mapper again.",
             )
-        names = set(cls.__dataclass_fields__)
+        names = set(cls.__dataclass_fields__) - (set(_SINCE_2) if data["format"] == 1 else set())
         for name in sorted(names ^ set(data)):
             raise ArtefactError(
                 f"The manifest has {'no' if name in names else 'an unknown'} field {str(name)[:80]!r}."
@@ -105,6 +117,8 @@ class Manifest:
             "hold_back": int, "calibration": dict, "held_out": dict, "versions": dict, "tensors_sha256": str,
             "created": str,
         }  # fmt: skip
+        if data["format"] != 1:
+            checks |= _SINCE_2
         for name, kind in checks.items():
             if not isinstance(values[name], kind) or isinstance(values[name], bool):
                 raise ArtefactError(f"The manifest's field {name!r} has the wrong type.")
@@ -112,9 +126,24 @@ class Manifest:
             raise ArtefactError("The manifest's anchors must be 0 or more and hold_back 1 or more.")
         for side in ("source", "target"):
             values[side] = _identity_from_json(side, values[side])
+        if "ranks" in values:
+            values["ranks"] = tuple(values["ranks"])
+            sizes = (*values["ranks"], values["hidden"], values["polish"])
+            if not all(type(size) is int and 0 <= size < 2**31 for size in sizes) or 0 in values["ranks"]:
+                raise ArtefactError(
+                    "The manifest's ranks, hidden and polish must be whole numbers, ranks above 0."
+                )
+            if values["features"] not in FEATURES:
+                raise ArtefactError(f"The manifest's features must be one of: {', '.join(FEATURES)}.")
         for name in ("key_layers", "value_layers"):
             values[name] = _layers_from_json(name, values[name], values["source"].spec, values["target"].spec)
         return cls(**values)
+
+
+_SINCE_2: dict[str, type | tuple[type, ...]] = {
+    "features": str, "ranks": (list, tuple), "hidden": int, "selection": str, "polish": int,
+}  # fmt: skip
+"""Fields that format 1 did not have, with their types."""
 
 
 def _identity_from_json(side: str, data: Any) -> ModelIdentity:
@@ -163,10 +192,8 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
         ArtefactError: when the folder cannot be written.
     """
     tensors = {
-        f"{kind}.{t}.{part}": tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-        for kind in KINDS
-        for part in ("weight", "bias")
-        for t, tensor in enumerate(getattr(mapper, f"{kind}_{part}"))
+        _stored(name): mapper.tensor(name).detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name in mapper.shapes()
     }
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
@@ -178,7 +205,13 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
         # Biases stay float32: with large key biases half precision would move every key by the same visible amount.
         tensors = {name: tensor.to(dtype) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
     blob = save_tensors(tensors)
-    manifest = replace(manifest, tensors_sha256=hashlib.sha256(blob).hexdigest())
+    manifest = replace(
+        manifest,
+        tensors_sha256=hashlib.sha256(blob).hexdigest(),
+        features=mapper.features,
+        ranks=tuple(matrix.shape[1] for matrix in mapper.reduce),
+        hidden=mapper.hidden,
+    )
     folder = Path(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -247,8 +280,8 @@ def load(
     verify(manifest, source, target, direction)
     path = folder / TENSORS
     _check_plain_file(path)
-    shapes = _expected_shapes(manifest)
-    _check_header(path, shapes)
+    names = _expected_shapes(manifest)
+    _check_header(path, {_stored(name): shape for name, shape in names.items()})
     blob = path.read_bytes()
     if hashlib.sha256(blob).hexdigest() != manifest.tensors_sha256:
         raise ArtefactError(
@@ -266,13 +299,13 @@ def load(
                 f"The tensor {name} has {int((~torch.isfinite(tensor)).sum())} values that are not finite."
             )
 
-    def column(kind: str, part: str) -> tuple[Tensor, ...]:
-        return tuple(tensors[f"{kind}.{t}.{part}"] for t in range(manifest.target.spec.layers))
+    def column(field: str) -> tuple[Tensor, ...]:
+        return tuple(tensors[_stored(name)] for name in names if name.startswith(f"{field}["))
 
     mapper = KVMapper(
         manifest.source.spec, manifest.target.spec, manifest.key_layers, manifest.value_layers,
-        column("key", "weight"), column("key", "bias"), column("value", "weight"), column("value", "bias"),
-        manifest.anchors, manifest.hold_back,
+        column("key_weight"), column("key_bias"), column("value_weight"), column("value_bias"),
+        manifest.anchors, manifest.hold_back, manifest.features, column("reduce"), column("mlp"),
     )  # fmt: skip
     return mapper, manifest
 
@@ -318,13 +351,20 @@ def _short(value: object) -> str:
 
 
 def _expected_shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    width_src, width_tgt = manifest.source.spec.kv_width, manifest.target.spec.kv_width
-    shapes: dict[str, tuple[int, ...]] = {}
-    for kind in KINDS:
-        for t, chosen in enumerate(getattr(manifest, f"{kind}_layers")):
-            shapes[f"{kind}.{t}.weight"] = (len(chosen) * width_src, width_tgt)
-            shapes[f"{kind}.{t}.bias"] = (width_tgt,)
-    return shapes
+    try:
+        return expected_shapes(
+            manifest.source.spec, manifest.target.spec, manifest.key_layers, manifest.value_layers,
+            manifest.features, manifest.ranks, manifest.hidden,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ArtefactError(f"The manifest contradicts itself: {error}.") from error
+
+
+def _stored(name: str) -> str:
+    """The name of a mapper's tensor in the file: `key_weight[3]` -> `key.3.weight`, `mlp[0]` -> `mlp.0`."""
+    field, _, index = name.rstrip("]").partition("[")
+    kind, _, part = field.partition("_")
+    return f"{kind}.{index}.{part}" if part else f"{kind}.{index}"
 
 
 def _check_plain_file(path: Path) -> None:
