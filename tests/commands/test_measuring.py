@@ -59,6 +59,24 @@ def test_heads(call: Any, tmp_path: Path) -> None:
     }
     assert len(result["metrics"]["cosine"]) == result["layers"] == 3
     assert "worst cosine" in table and load_result(out, "heads").tokens == result["tokens"]
+    result, table = call(heads, "--limit", "1", "--length", "40", "--head", "2,1")
+    assert result["head"]["layer"] == 2 and len(result["head"]["tokens"]) == 10 and "layer 2, KV head 1" in table
+    for wrong in (("--head", "3,0"), ("--head", "x"), ("--patch", "--metrics", "r2_k"), ("--hold-back", "0")):
+        with pytest.raises(InputError):
+            call(heads, "--limit", "1", "--length", "40", *wrong)
+
+
+def test_heads_patch(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KV_WORKBENCH_HOME", str(tmp_path))
+    out = tmp_path / "heads.json"
+    options = ("--limit", "1", "--length", "40", "--patch", "--context", "24", "--following", "4")
+    result, table = call(heads, *options, "--out", str(out))
+    assert {"layers", "heads", "metrics", "tokens", "rank_correlation", "repair", "best_metric"} <= set(result)
+    assert {"random", "causal", result["best_metric"]} <= set(result["repair"])
+    assert set(result["repair"]["random"]) == {"1", "5", "10", "20"} and "best metric" in table
+    saved = load_result(tmp_path / "heads-patch.json", "patch")
+    assert saved.prediction.best_metric == result["best_metric"] and load_result(out, "heads").details is not None
+    assert not (tmp_path / "patch").exists() or not list((tmp_path / "patch").iterdir())
 
 
 def test_bench(call: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`heads`: how well each layer and head of the target is mapped, on held-out text."""
+"""`heads`: how well each layer and head of the target is mapped, on held-out text; `--patch`: what each really costs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from workbench.commands.common import table
 from workbench.commands.saving import add_save_arguments, save, saved_line, shown
+from workbench.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,28 +20,104 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=8, help="passages to measure on (default: 8)")
     parser.add_argument("--length", type=int, default=512, help="tokens a passage (default: 512)")
     parser.add_argument("--anchors", type=int, help="first tokens left native (default: the mapper's)")
+    parser.add_argument("--head", metavar="LAYER,HEAD", help="show this KV head of a layer alone")
+    group = parser.add_argument_group("interventions")
+    group.add_argument(
+        "--patch", action="store_true", help="also exchange every head's keys and values, and hold it against the metrics"
+    )  # fmt: skip
+    group.add_argument(
+        "--context", type=int, default=256, help="context tokens of a patched text (default: 256)"
+    )
+    group.add_argument("--following", type=int, default=32, help="tokens predicted after it (default: 32)")
+    group.add_argument(
+        "--hold-back", type=int, default=1, help="last context tokens run natively (default: 1)"
+    )
+    group.add_argument("--resume", action="store_true", help="go on from interventions that were stopped")
     add_save_arguments(parser)
 
 
 def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
-    """Measure; see `workbench.lab.heads`."""
+    """Measure; see `workbench.lab.heads` and `workbench.lab.patch`."""
     from workbench.commands.common import host_from_args
-    from workbench.lab import corpus, heads
+    from workbench.lab import corpus, heads, patch
     from workbench.lab.results import finish
 
+    options = patch.PatchOptions(
+        limit=args.limit,
+        context=args.context,
+        following=args.following,
+        anchors=args.anchors,
+        hold_back=args.hold_back,
+        skip=args.limit,  # the metrics come from the passages before
+    )
+    if args.metrics and (args.patch or args.head):
+        raise InputError("--metrics leaves out what --patch and --head need.", "Use it alone.")
     host, direction = host_from_args(args)
     texts = corpus.read_files(args.text) if args.text else None
-    metrics = [name.strip() for name in args.metrics.split(",")] if args.metrics else None
+    names = [name.strip() for name in args.metrics.split(",")] if args.metrics else None
+    share = 0.2 if args.patch else 1.0
     result = finish(
-        heads.stream(host, direction, texts, args.limit, args.length, args.anchors, metrics), progress
+        heads.stream(host, direction, texts, args.limit, args.length, args.anchors, names),
+        lambda done, what: progress(share * done, what),
     )
-    return {**result.to_json(), **save(args, result, host, direction, "heads")}
+    found = {**result.to_json(), **save(args, result, host, direction, "heads")}
+    if args.head:
+        return {**found, "head": one_head(result, args.head)}
+    if not args.patch:
+        return found
+    from workbench.models.embedded import home
+
+    state = home() / "patch" / f"{host.pair.name}-{direction}.json"
+    patches = finish(
+        patch.stream(host, direction, texts, options, result, state, args.resume),
+        lambda done, what: progress(share + (1 - share) * done, what),
+    )
+    told = patches.to_json()
+    top = {name: told[name] for name in ("rank_correlation", "repair", "best_metric")}
+    if args.out is not None:
+        args.out = args.out.with_name(f"{args.out.stem}-patch{args.out.suffix}")
+    saved = save(args, patches, host, direction, "patch")
+    return {**found, **top, "patch": {**told, **saved}}
+
+
+def one_head(result: Any, wanted: str) -> dict[str, Any]:
+    """All numbers of one head.
+
+    Args:
+        result: a `HeadMaps`.
+        wanted: "LAYER,HEAD".
+
+    Raises:
+        InputError: there is no such head.
+    """
+    try:
+        layer, head = (int(part) for part in wanted.split(","))
+        if not (0 <= layer < result.layers and 0 <= head < result.kv_heads):
+            raise ValueError
+    except ValueError:
+        raise InputError(
+            f"There is no head {wanted!r}.",
+            f"Give LAYER,HEAD with layers 0 to {result.layers - 1} and KV heads 0 to {result.kv_heads - 1}.",
+        ) from None
+    from workbench.lab.results.head_details import ARRAYS
+
+    data = result.details.to_json()
+    return {
+        "layer": layer,
+        "head": head,
+        "metrics": {name: float(result.by_kv_head(name)[layer, head]) for name in result.metrics},
+        **{name: data[name][layer][head] for name in ARRAYS},
+        "edges": data["edges"],
+        "tokens": [dict(zip(data["token_columns"], hit, strict=True)) for hit in data["tokens"][layer][head]],
+    }
 
 
 def show(result: dict[str, Any]) -> str:
-    """Per metric the mean of each layer and of all, and the worst head."""
+    """Per metric the mean of each layer and of all, and the worst head; what patching found below."""
     from workbench.lab.results import METRICS
 
+    if "head" in result:
+        return show_head(result["head"])
     names = list(result["metrics"])
     rows = []
     for layer in range(result["layers"]):
@@ -57,9 +134,73 @@ def show(result: dict[str, Any]) -> str:
         ]
         if values:
             value, layer, head = min(values) if METRICS[name].better == "high" else max(values)
-            lines.append(f"worst {name}: {value:.3f} in layer {layer}, {METRICS[name].per} head {head}")
+            lines.append(f"worst {name}: {value:.3g} in layer {layer}, {METRICS[name].per} head {head}")
     lines.append(
         f"{result['tokens']} tokens of {result['texts']} passages, the first {result['anchors']} of each "
         f"left out; {result['features']} parameters per output"
     )
-    return "\n".join(lines + saved_line(result))
+    lines += saved_line(result)
+    if "patch" in result:
+        lines += ["", *show_patch(result["patch"])]
+    return "\n".join(lines)
+
+
+def show_patch(patch: dict[str, Any]) -> list[str]:
+    """Rank correlations, the repair curve, and the heads that cost most."""
+    shares = list(next(iter(patch["repair"].values())))
+    order = sorted(patch["repair"], key=lambda name: -(patch["repair"][name]["10"] or 0))
+    rows = [
+        [
+            name,
+            shown(patch["rank_correlation"].get(name)),
+            shown(patch["rank_correlation_damage"].get(name)),
+            *(shown(patch["repair"][name][share]) for share in shares),
+        ]
+        for name in order
+    ]
+    worst = sorted(
+        (
+            (gain, layer, head)
+            for layer, row in enumerate(patch["gain"]["kv"])
+            for head, gain in enumerate(row)
+        ),
+        reverse=True,
+    )[:5]
+    bottom = ", ".join(f"{m}: {shown(kl, 4)}" for m, kl in patch["native_bottom"].items())
+    return [
+        table(["metric", "r gain", "r damage", *(f"repair {share} %" for share in shares)], rows),
+        "",
+        f"KL of the mapped cache {patch['base_kl']:.4f}; {patch['texts']} texts, {patch['context']} tokens of "
+        f"context, {patch['following']} predicted; {patch['seconds']:.0f} s",
+        "costliest heads (layer.head: KL that its patch wins): "
+        + ", ".join(f"{layer}.{head}: {gain:.4f}" for gain, layer, head in worst),
+        f"KL left with the lowest layers native: {bottom}",
+        f"best metric: {patch['best_metric']}",
+        *saved_line(patch),
+    ]
+
+
+def show_head(head: dict[str, Any]) -> str:
+    """One head in lines."""
+    from workbench.lab.results import METRICS
+
+    rows = [
+        [name, "-" if value != value else f"{value:.4g}", METRICS[name].unit]
+        for name, value in head["metrics"].items()
+    ]
+    tokens = [
+        [
+            hit["position"],
+            f"{hit['error']:.3g}",
+            " ".join(f"{hit['before']}[{hit['token']}]{hit['after']}".split()),
+        ]
+        for hit in head["tokens"]
+    ]
+    return "\n".join(
+        [
+            f"layer {head['layer']}, KV head {head['head']}",
+            table(["metric", "value", "unit"], rows),
+            "",
+            table(["position", "error", "token that suffers, in its context"], tokens),
+        ]
+    )

@@ -18,6 +18,7 @@ from workbench.lab.results.common import Step, finish
 from workbench.lab.results.comparison import COLUMNS, Comparison
 from workbench.lab.results.heads import METRICS, HeadMaps, Metric
 from workbench.lab.results.latency import LatencyBench, LatencyCell
+from workbench.lab.results.patch import HeadPatches
 from workbench.lab.results.quality import ARMS, Arm, Evaluation, Figure, Setting
 from workbench.lab.results.recording import RecordedTurn, Recording
 
@@ -31,6 +32,7 @@ __all__ = [
     "Evaluation",
     "Figure",
     "HeadMaps",
+    "HeadPatches",
     "LatencyBench",
     "LatencyCell",
     "Metric",
@@ -48,6 +50,7 @@ KINDS: dict[str, Any] = {
     "compare": Comparison,
     "heads": HeadMaps,
     "latency": LatencyBench,
+    "patch": HeadPatches,
     "quality": Evaluation,
     "recording": Recording,
 }
