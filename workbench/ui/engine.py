@@ -75,8 +75,9 @@ class Engine:
 
     def look(self, visit: Visit | None) -> Look:
         """What can be said about a visitor's pair at once, without importing or loading anything."""
-        host = (visit.host if visit is not None else None) or self._start_host
-        ref = host.pair if host is not None else self.start_ref()
+        wanted = visit.wanted if visit is not None and visit.host is None else None
+        host = (visit.host if visit is not None else None) or (None if wanted else self._start_host)
+        ref = host.pair if host is not None else wanted or self.start_ref()
         names, details, loaded = {}, {}, set()
         for side in ("small", "large"):
             names[side] = ref.ref(side).removeprefix("embedded:").rpartition("/")[2]
@@ -96,7 +97,7 @@ class Engine:
     def host_of(self, visit: Visit) -> Any:
         """The pair that a visitor works with."""
         if visit.host is None:
-            visit.host = self.start_host()
+            visit.host = self.host_for(visit.wanted) if visit.wanted else self.start_host()
         return visit.host
 
     def host_for(self, ref: Any) -> Any:

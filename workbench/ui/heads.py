@@ -123,7 +123,7 @@ class HeadsTab:
                 self.head: "",
             }
         kind = METRICS[metric]
-        pick = result.worst(metric)
+        pick = self._linked(key, result, metric) or result.worst(metric)
         return {
             self.meaning: f'<p class="kv-lead"><b>{esc(kind.title)}.</b> {esc(kind.meaning)}</p>',
             self.grid: grid_value(result, metric, pick),
@@ -131,6 +131,12 @@ class HeadsTab:
             self.origin: provenance(result) + f'<p class="kv-note">{summary(result, metric)}</p>',
             self.head: self._panel(key, result, direction, metric, pick),
         }
+
+    def _linked(self, key: str | None, result: Any, metric: str) -> tuple[int, int] | None:
+        """The head that the address asked for, when there is such a head."""
+        head = visit_of(self.engine, key)[1].head
+        layers, heads = result.metrics[metric].shape
+        return head if head is not None and head[0] < layers and head[1] < heads else None
 
     def pick(self, key: str | None, direction: str, metric: str, event: gr.EventData) -> str:
         """The panel of one head; what comes from the page is checked."""

@@ -7,12 +7,16 @@ from typing import Any
 
 import gradio as gr
 
+from workbench.ui import links
 from workbench.ui.chat import ChatTab
 from workbench.ui.engine import Engine
 from workbench.ui.fit import FitTab
+from workbench.ui.gallery import welcome
 from workbench.ui.heads import HeadsTab
 from workbench.ui.latency import LatencyTab
+from workbench.ui.present import Stage
 from workbench.ui.quality import QualityTab
+from workbench.ui.replay import replay, replay_value, script
 from workbench.ui.settings import Settings
 from workbench.ui.side_by_side import SideTab
 from workbench.ui.theme import html
@@ -51,15 +55,19 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
         fit = FitTab(engine)
         with gr.Tabs(elem_classes="kv-tabs") as tabs:
             with gr.Tab("Chat", id="chat") as first:
+                html(welcome(), js_on_load=script("links.js"), elem_id="kv-welcome")
+                recorded = replay(None)
                 chat.build(key)
             made = {"chat": first}
+            measuring = {}
             for name, maker in (
                 ("side", SideTab),
                 ("heads", HeadsTab),
                 ("latency", LatencyTab),
                 ("quality", QualityTab),
             ):
-                made[name] = maker(engine).build(key)
+                measuring[name] = maker(engine)
+                made[name] = measuring[name].build(key)
             made["fit"] = fit.build(key)
         for name, tab in made.items():
             tab.select(None, None, None, js=REMEMBER.replace("NAME", "" if name == "chat" else name))
@@ -77,15 +85,21 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
             chat.measure,
         ]
         fit.wire_use(key, chat, shown)
+        stage = Stage(engine)
+        stage.build(key)
+        links.remember(measuring)
 
         def arrive(request: gr.Request) -> Generator[dict[Any, Any], None, None]:
             """A visitor's own key; then, while the page is already there, the heavy imports."""
             own = engine.visits.open(request.session_hash)
             visit = engine.visits.get(own)
             assert visit is not None
-            wanted = str(request.query_params.get("tab", ""))
-            opened = {tabs: gr.Tabs(selected=wanted)} if wanted in made else {}
-            yield {key: own, **chat.everything(visit), **opened}
+            link = links.read(request.query_params, tuple(made))
+            link.choose(engine, visit)
+            opened = {tabs: gr.Tabs(selected=link.tab)} if link.tab else {}
+            run, _ = stage.run(visit)
+            replayed = {recorded: replay_value(run.results.get("recording"))}
+            yield {key: own, **chat.everything(visit), **opened, **link.values(measuring), **replayed}
             engine.warm_up()
 
         def leave(request: gr.Request) -> None:
@@ -93,7 +107,13 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
 
         api = {"api_visibility": settings.api_visibility}
         demo.load(
-            arrive, None, [key, tabs, *shown], api_name="arrive", queue=True, show_progress="hidden", **api
+            arrive,
+            None,
+            [key, tabs, recorded, *links.outputs(measuring), *shown],
+            api_name="arrive",
+            queue=True,
+            show_progress="hidden",
+            **api,
         )
         demo.unload(leave)
     demo.engine = engine

@@ -44,6 +44,8 @@ class Visit:
     last_switch: float = 0.0
     used: float = field(default_factory=time.monotonic)
     results: dict[tuple[str, str, str], Any] = field(default_factory=dict)
+    wanted: Any = None  # the pair that the address asked for, until its host is made
+    head: tuple[int, int] | None = None  # the layer and head that the address asked for
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stop_all(self) -> None:
