@@ -15,11 +15,13 @@ from torch import Tensor
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.lab.conftest import make_host, random_mapper, texts
 from workbench.errors import Cancelled, InputError
-from workbench.kv.cache import layer_tensors, new_cache
+from workbench.kv.cache import copy, layer_tensors, new_cache, truncate
 from workbench.kv.capture import capture_attention, capture_keys_pre
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
 from workbench.lab import head_sums, heads
+from workbench.lab.attribution import estimated_gains
+from workbench.lab.branches import Branches
 from workbench.lab.corpus import passages
 from workbench.lab.results import METRICS, HeadMaps, Step, finish
 from workbench.models.loading import LoadedModel, wrap
@@ -41,6 +43,7 @@ def brute_force(
     }
     cosine: list[list[Tensor]] = [[] for _ in range(layers)]
     kl: list[list[Tensor]] = [[] for _ in range(layers)]
+    estimates: list[Tensor] = []  # against finite differences in test_patch.py
     output: list[list[Tensor]] = [[] for _ in range(layers)]  # (H, n, 2): squared norm, and over the stream's
     for ids in sequences:
         seen: dict[int, tuple[Tensor, ...]] = {}
@@ -56,7 +59,12 @@ def brute_force(
         source_cache, mapped = new_cache(source.spec.layers), new_cache(layers)
         forward(source.model, ids, source_cache, keep=0)
         forward(target.model, ids[:ANCHORS], mapped, keep=0)
+        own = new_cache(layers)
+        forward(target.model, ids[:-15], own, keep=0)
         mapper.map_into(source_cache, mapped, ANCHORS, len(ids), source.rotary, target.rotary)
+        context = copy(mapped)
+        truncate(context, len(ids) - 15)
+        estimates.append(estimated_gains(Branches(target, context, own, ids[-15:-1], 14)).sum(-1))
         causal = torch.ones(len(ids), len(ids)).tril().bool()
         for layer in range(layers):
             q, k, v, out = seen[layer]
@@ -88,6 +96,7 @@ def brute_force(
         return torch.cat(keep[name][layer], 1)
 
     found = {name: torch.zeros(layers, heads_kv if m.per == "kv" else heads_q) for name, m in METRICS.items()}
+    found["patch_estimate"] = torch.stack(estimates).mean(0)
     for layer in range(layers):
         for true, wrong, name in (("k", "km", "r2_k"), ("v", "vm", "r2_v")):
             y, error = stacked(true, layer), stacked(wrong, layer) - stacked(true, layer)
@@ -165,7 +174,14 @@ def test_chunks_do_not_matter(host: PairHost) -> None:
 
 def test_an_exact_mapper_has_no_error(same: PairHost) -> None:
     maps = finish(heads.stream(same, "up", texts(1), limit=1, length=64))
-    for name in ("output_error", "output_error_abs", "k_error_sinks", "v_error_middle", "k_error_recent"):
+    for name in (
+        "output_error",
+        "output_error_abs",
+        "patch_estimate",
+        "k_error_sinks",
+        "v_error_middle",
+        "k_error_recent",
+    ):
         assert maps.metrics[name] == pytest.approx(0.0, abs=1e-8)
     for name in ("r2_k", "r2_v", "cosine", "cosine_worst"):
         assert maps.metrics[name] == pytest.approx(1.0, abs=1e-5)

@@ -18,6 +18,7 @@ from workbench.kv.cache import copy, layer_tensors, new_cache
 from workbench.kv.capture import capture_attention
 from workbench.kv.forward import forward
 from workbench.lab import branches, head_sums, heads, patch
+from workbench.lab.attribution import estimated_gains
 from workbench.lab.branches import Branches, cells
 from workbench.lab.corpus import passages
 from workbench.lab.likelihood import kl_divergence
@@ -226,3 +227,23 @@ def test_a_planted_fault_is_found_by_the_right_metric(direction: str) -> None:
         assert found["attention_kl"] == pytest.approx(0.0, abs=1e-6)
         assert found["output_error"] == pytest.approx(0.0, abs=1e-8)
         assert made.base_kl == pytest.approx(0.0, abs=1e-5) and np.abs(gains).max() < 1e-5
+
+
+def test_estimated_gains_are_the_slope(host: PairHost) -> None:
+    """Against a finite difference along each head's way to the true cache, and along the way of all."""
+    source, target, mapper = host.model("small"), host.model("large"), host.mapper("up")[0]
+    passage = passages(target.tokenizer, texts(1), 35, 1)[0]
+    made = patch.branch(source, target, mapper, passage, OPTIONS)
+    estimate = estimated_gains(made)
+
+    def kl_at(step: float, layer: int, head: int, place: int) -> float:
+        cache = copy(made.mapped)
+        here, true = layer_tensors(cache, layer)[place], layer_tensors(made.true, layer)[place]
+        here[0, head] += step * (true[0, head] - here[0, head])
+        return float(made.kl_of(cache))
+
+    for layer, head, place in ((0, 0, 0), (1, 1, 1), (2, 0, 1), (2, 1, 0)):
+        slope = (kl_at(-0.02, layer, head, place) - kl_at(0.02, layer, head, place)) / 0.04
+        assert float(estimate[layer, head, place]) == pytest.approx(slope, rel=0.05, abs=1e-4)
+    path = sum(float(estimated_gains(made, (i + 0.5) / 16).sum()) for i in range(16)) / 16
+    assert path == pytest.approx(made.base_kl, rel=0.03)  # along the whole way the slopes add up to the KL

@@ -70,9 +70,9 @@ class Branches:
                 )
                 self._hidden[base] = list(output.hidden_states[: self.target.spec.layers])
                 logits[base] = output.logits[0].float()
-            self._native = logits["true"]
-            self._log_p = self._native.log_softmax(-1)
-            self._p = self._log_p.exp()
+        self._native = logits["true"].clone()  # outside of inference mode: gradients may flow past it
+        self._log_p = self._native.log_softmax(-1)
+        self._p = self._log_p.exp()
         self.base_kl = float(self._kl(logits["mapped"][None])[0])
 
     def kl(self, base: str, variants: Sequence[Exchange]) -> list[float]:
@@ -88,6 +88,18 @@ class Branches:
             batch = todo[start : start + ROWS]
             found |= dict(zip(batch, self._run(base, batch), strict=True))
         return [found[variant] for variant in variants]
+
+    def kl_of(self, cache: Cache) -> Tensor:
+        """Mean KL(native ‖ over this cache of the context), () float32, through which gradients flow to the cache."""
+        logits = self.target.model(
+            input_ids=torch.tensor([list(self.ids)], device=self._positions.device),
+            position_ids=self._positions,
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=self.keep,
+        ).logits[0]
+        difference = logits.to(self._native.device, torch.float32) - self._native
+        return ((difference + self._log_p).logsumexp(-1) - (self._p * difference).sum(-1)).mean()
 
     @torch.inference_mode()
     def _run(self, base: str, batch: Sequence[Exchange]) -> list[float]:

@@ -62,9 +62,9 @@ def source_shares(
     for t, (weight, chosen) in enumerate(zip(weights, layers, strict=True)):
         energy = weight.float().square().cpu()
         parts = energy.view(len(chosen), source.kv_width, target.kv_heads, target.head_dim).sum((1, 3))
-        parts = (parts / parts.sum(0).clamp_min(1e-30)).double().numpy()  # (chosen, heads)
+        shared = (parts / parts.sum(0).clamp_min(1e-30)).double().numpy()  # (chosen, heads)
         for place, layer in enumerate(chosen):
-            shares[t, :, layer] = parts[place]
+            shares[t, :, layer] = shared[place]
     return shares
 
 

@@ -200,6 +200,7 @@ class HeadSums:
     attention_kl: Tensor = field(init=False)
     output_error: Tensor = field(init=False)  # (L, H) sums
     output_error_abs: Tensor = field(init=False)
+    estimate: Tensor = field(init=False)  # (L, H, 2) sums over texts of what patching would win: keys, values
     worst: _Worst = field(init=False)
 
     def __post_init__(self) -> None:
@@ -216,6 +217,7 @@ class HeadSums:
         self.attention_kl = torch.zeros_like(self.cosine)
         self.output_error = torch.zeros(*shape, dtype=torch.float64)
         self.output_error_abs = torch.zeros_like(self.output_error)
+        self.estimate = torch.zeros(*shape, 2, dtype=torch.float64)
         none = torch.full((*shape, WORST), -1)
         self.worst = _Worst(none.float(), none, none.clone())
         self._scaling = [
@@ -247,8 +249,8 @@ class HeadSums:
                 return
             k_map, v_map = (tensor[:, :, :stop] for tensor in layer_tensors(text.mapped, layer))
             new = slice(start + skip, stop)
-            fresh = [tensor[:, :, new].float() for tensor in (k, v, k_map, v_map)]
-            self._add_errors(layer, *fresh, new.start, rotary, text)
+            mine, theirs = ([t[:, :, new].float() for t in pair] for pair in ((k, v), (k_map, v_map)))
+            self._add_errors(layer, mine, theirs, new.start, rotary, text)
             rows = max(1, BLOCK // (q.shape[1] * stop))
             for first in range(skip, q.shape[2], rows):
                 last = min(q.shape[2], first + rows)
@@ -262,20 +264,13 @@ class HeadSums:
         return visit
 
     def _add_errors(
-        self,
-        layer: int,
-        k: Tensor,
-        v: Tensor,
-        k_map: Tensor,
-        v_map: Tensor,
-        start: int,
-        rotary: Rotary,
-        text: Text,
+        self, layer: int, true: list[Tensor], mapped: list[Tensor], start: int, rotary: Rotary, text: Text
     ) -> None:
-        """Errors of new tokens; all tensors (1, H, n, d)."""
+        """Errors of new tokens; keys and values (1, H, n, d)."""
+        (k, v), (k_map, v_map) = true, mapped
         first = self.tokens == 0 and start == text.anchors
         groups = text.groups[:, start : start + k.shape[2]]
-        k_pre, k_map_pre = rotary.strip(k, start), rotary.strip(k_map, start)
+        k_pre, k_map_pre = (rotary.strip(keys, start, layer=layer) for keys in (k, k_map))
         self.keys.add(layer, first, k_pre[0], (k_map_pre - k_pre)[0], (k_map - k)[0], groups)
         error = (v_map - v)[0]
         self.values.add(layer, first, v[0], error, error, groups)
@@ -360,6 +355,7 @@ class HeadSums:
             "v_error_in_o": concentration(self.values.error, self.output_moment()),
             "output_error": self.output_error / n,
             "output_error_abs": self.output_error_abs / n,
+            "patch_estimate": self.estimate.sum(-1) / max(self.texts, 1),
             **zone_errors,
         }
 

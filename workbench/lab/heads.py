@@ -19,6 +19,8 @@ Definitions; e is a token's error, d the head size, sums over all tokens but the
                   the output projection of the KV head's query heads and r the residual stream: the layer's input
                   plus what its attention adds (a bias of the projection aside)
     output_error_abs  the same without |r|²
+    patch_estimate  what patching the head would win for the text's last tokens, to first order: see
+                  `workbench.lab.attribution`
     *_error_sinks, *_middle, *_recent  mean |e|² of the keys or values in a zone of the text, over the mean |y - mean y|²
                   of all tokens; weighted by the zones' tokens the three sum to 1 - r2
 
@@ -32,11 +34,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+from transformers import Cache
+
 from workbench.errors import Cancelled, InputError
-from workbench.kv.cache import new_cache
+from workbench.kv.cache import new_cache, truncate
 from workbench.kv.capture import capture_attention
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
+from workbench.lab.attribution import estimated_gains
+from workbench.lab.branches import Branches
 from workbench.lab.corpus import Document, documents, passages
 from workbench.lab.head_detail import details
 from workbench.lab.head_sums import HeadSums, layer_inputs
@@ -52,6 +59,7 @@ ShouldStop = Callable[[], bool] | None
 Hold = Callable[[ShouldStop], AbstractContextManager[None]]
 DEFAULT_TEXTS, DEFAULT_LENGTH = 8, 512
 CHUNK = 256
+FOLLOWING = 32  # last tokens of a text for which the patch gain is estimated
 
 
 def stream(
@@ -168,4 +176,19 @@ def measure_text(
         ):
             forward(target.model, ids[start : start + chunk], own, keep=0)
         sums.tokens += max(0, min(len(ids), start + chunk) - max(start, anchors))
+        if start + chunk >= len(ids):
+            with hold(should_stop):
+                sums.estimate += estimate(target, mapped, own, ids, anchors)
         yield min(len(ids), start + chunk)
+
+
+def estimate(target: LoadedModel, mapped: Cache, own: Cache, ids: Sequence[int], anchors: int) -> Tensor:
+    """(L, H, 2) what patching each head's keys and values would win for the last tokens of a text.
+
+    The two caches, of the whole text, are cut to what stands before those tokens.
+    """
+    following = max(1, min(FOLLOWING, (len(ids) - anchors) // 4))
+    context = len(ids) - 1 - following
+    for cache in (mapped, own):
+        truncate(cache, context)
+    return estimated_gains(Branches(target, mapped, own, ids[context:-1], following))

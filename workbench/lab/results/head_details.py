@@ -96,7 +96,10 @@ class HeadDetails:
             for name in ARRAYS
         }
         tokens = tuple(
-            tuple(tuple(TokenHit(*hit[:5], error=number(hit[5])) for hit in head) for head in layer)
+            tuple(
+                tuple(TokenHit(hit[0], hit[1], hit[2], hit[3], hit[4], number(hit[5])) for hit in head)
+                for head in layer
+            )
             for layer in data["tokens"]
         )
         return cls(**arrays, edges=tuple(data["edges"]), bin_tokens=tuple(data["bin_tokens"]), tokens=tokens)

@@ -88,6 +88,10 @@ _ALL = (
         "Energy of the error that the head adds to the residual stream, mean over positions.",
         log=True,
     ),
+    Metric(
+        "patch_estimate", "Estimated patch gain", "kv", 0, 0.01, "low", "nats",
+        "Next-token KL that a true head in the mapped cache would win, to first order, from one backward pass.",
+    ),
     *(
         Metric(
             f"{short}_error_{zone}", f"{kind} error, {what}", "kv", 0, 1, "low", "share of the variance",
