@@ -19,7 +19,7 @@ from workbench.kv.cache import copy, layer_tensors, new_cache, truncate
 from workbench.kv.capture import capture_attention, capture_keys_pre
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
-from workbench.lab import head_sums, heads
+from workbench.lab import head_detail, head_sums, heads
 from workbench.lab.attribution import estimated_gains
 from workbench.lab.branches import Branches
 from workbench.lab.corpus import passages
@@ -278,3 +278,29 @@ def test_zones_and_bins_share_out_all_positions() -> None:
         found = head_sums.zones(anchors, length).values()
         covered = [position for where in found for position in range(where.start, where.stop)]
         assert covered == list(range(anchors, length))
+
+
+def test_source_shares_of_every_form() -> None:
+    """The low-rank form has the shares of the full map that it multiplies out to; both halves count together."""
+    spec = make_host().model("large").spec
+    generator = torch.Generator().manual_seed(0)
+
+    def matrices(rows: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(rows, spec.kv_width, generator=generator) for _ in range(spec.layers))
+
+    every, rank = (tuple(range(spec.layers)),) * spec.layers, 5
+    bias = tuple(torch.zeros(spec.kv_width) for _ in range(spec.layers))
+    thin = torch.randn(2 * spec.layers * spec.kv_width, rank, generator=generator)
+    keys, values = matrices(rank), matrices(rank)
+    low = KVMapper(spec, spec, every, every, keys, bias, values, bias, features="both", reduce=(thin,))
+    full = KVMapper(
+        spec, spec, every, every, tuple(thin @ w for w in keys), bias, tuple(thin @ w for w in values), bias,
+        features="both",
+    )  # fmt: skip
+    for kind in ("key", "value"):
+        shares = head_detail.source_shares(low, kind)
+        assert np.allclose(shares, head_detail.source_shares(full, kind), atol=1e-5)
+        assert np.allclose(shares.sum(-1), 1)
+    weight = full.value_weight[2].view(2, spec.layers, spec.kv_width, spec.kv_heads, spec.head_dim)
+    energy = weight.square().sum((0, 2, 4))
+    assert np.allclose(head_detail.source_shares(full, "value")[2], (energy / energy.sum(0)).T, atol=1e-5)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from torch import Tensor
-
 from workbench.kv.mapper import KVMapper
 from workbench.lab.corpus import Passage
 from workbench.lab.head_sums import HeadSums, spectrum
 from workbench.lab.results.head_details import HeadDetails, TokenHit
 from workbench.lab.results.heads import ZONES
-
-if TYPE_CHECKING:
-    from workbench.kv.spec import KVSpec
 
 AROUND = 9  # tokens of context on either side of one that suffers
 
@@ -45,8 +40,8 @@ def details(sums: HeadSums, mapper: KVMapper, tokenizer: Any, texts: Sequence[Pa
         edges=tuple(sums.edges),
         bin_tokens=tuple(int(count) for count in sums.counts[bins]),
         **positions,
-        key_sources=source_shares(mapper.key_weight, mapper.key_layers, mapper.source, spec),
-        value_sources=source_shares(mapper.value_weight, mapper.value_layers, mapper.source, spec),
+        key_sources=source_shares(mapper, "key"),
+        value_sources=source_shares(mapper, "value"),
         tokens=tuple(
             tuple(_hits(sums, layer, head, tokenizer, texts) for head in range(spec.kv_heads))
             for layer in range(spec.layers)
@@ -54,17 +49,28 @@ def details(sums: HeadSums, mapper: KVMapper, tokenizer: Any, texts: Sequence[Pa
     )
 
 
-def source_shares(
-    weights: Sequence[Tensor], layers: Sequence[tuple[int, ...]], source: KVSpec, target: KVSpec
-) -> np.ndarray:
-    """(target layers, KV heads, source layers) share of the squared norm of a head's map that each source layer has."""
-    shares = np.zeros((target.layers, target.kv_heads, source.layers))
-    for t, (weight, chosen) in enumerate(zip(weights, layers, strict=True)):
-        energy = weight.float().square().cpu()
-        parts = energy.view(len(chosen), source.kv_width, target.kv_heads, target.head_dim).sum((1, 3))
-        shared = (parts / parts.sum(0).clamp_min(1e-30)).double().numpy()  # (chosen, heads)
-        for place, layer in enumerate(chosen):
-            shares[t, :, layer] = shared[place]
+def source_shares(mapper: KVMapper, kind: str) -> np.ndarray:
+    """(target layers, KV heads, source layers) share of the squared norm of a head's map that each source layer has.
+
+    A layer's keys and values count together where the mapper reads both; of an MLP only the linear part is counted.
+
+    Args:
+        mapper: in any of its forms.
+        kind: "key" or "value".
+    """
+    target, halves = mapper.target, 2 if mapper.features == "both" else 1
+    weights, layers = getattr(mapper, f"{kind}_weight"), getattr(mapper, f"{kind}_layers")
+    shares = np.zeros((target.layers, target.kv_heads, mapper.source.layers))
+    for t, chosen in enumerate(layers):
+        weight = weights[t].float().cpu()
+        if mapper.reduce:
+            thin = mapper.reduce[0 if kind == "key" else -1].float().cpu()
+            weight = thin @ weight[: mapper.rank]
+        blocks = weight.square().view(
+            halves, len(chosen), mapper.source.kv_width, target.kv_heads, target.head_dim
+        )
+        parts = blocks.sum((0, 2, 4))  # (chosen, heads)
+        shares[t][:, list(chosen)] = (parts / parts.sum(0).clamp_min(1e-30)).T.double().numpy()
     return shares
 
 

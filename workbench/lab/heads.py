@@ -123,7 +123,8 @@ def stream(
         tokens=sums.tokens,
         texts=len(cut),
         anchors=anchors,
-        features=1 + max(map(len, mapper.key_layers)) * source.spec.kv_width,
+        features=1
+        + max(map(len, mapper.key_layers)) * source.spec.kv_width * (2 if mapper.features == "both" else 1),
         provenance=trace(host, direction, sums.tokens, [(passage.name, passage.ids) for passage in cut]),
         details=details(sums, mapper, target.tokenizer, cut),
     )
