@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from workbench.kv.mapper import KVMapper
 from workbench.lab.corpus import Passage
 from workbench.lab.head_sums import HeadSums, spectrum
