@@ -60,11 +60,9 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         heads.stream(host, direction, texts, args.limit, args.length, args.anchors, names),
         lambda done, what: progress(share * done, what),
     )
-    found = {**result.to_json(), **save(args, result, host, direction, "heads")}
-    if args.head:
-        return {**found, "head": one_head(result, args.head)}
     if not args.patch:
-        return found
+        found = {**result.to_json(), **save(args, result, host, direction, "heads")}
+        return {**found, "head": one_head(result, args.head)} if args.head else found
     from workbench.models.embedded import home
 
     state = home() / "patch" / f"{host.pair.name}-{direction}.json"
@@ -72,6 +70,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         patch.stream(host, direction, texts, options, result, state, args.resume),
         lambda done, what: progress(share + (1 - share) * done, what),
     )
+    result = result.with_causal(patches.gain["kv"], patches.damage["kv"])
+    found = {**result.to_json(), **save(args, result, host, direction, "heads")}
     told = patches.to_json()
     top = {name: told[name] for name in ("rank_correlation", "repair", "best_metric")}
     if args.out is not None:

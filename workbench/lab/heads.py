@@ -49,7 +49,7 @@ from workbench.lab.head_detail import details
 from workbench.lab.head_sums import HeadSums, layer_inputs
 from workbench.lab.provenance import models_of, trace
 from workbench.lab.results.common import Step
-from workbench.lab.results.heads import METRICS, HeadMaps
+from workbench.lab.results.heads import CHEAP, HeadMaps
 
 if TYPE_CHECKING:
     from workbench.models.loading import LoadedModel
@@ -81,7 +81,7 @@ def stream(
         limit: at most so many passages.
         length: tokens a passage.
         anchors: first tokens that stay native, None for the mapper's own choice.
-        metrics: names of `METRICS` to keep, None for all.
+        metrics: names in `CHEAP` to keep, None for all.
         should_stop: asked before every chunk.
 
     Yields:
@@ -91,10 +91,10 @@ def stream(
         InputError: for an unknown metric, or texts and settings that leave nothing to measure.
         Cancelled: when asked to stop.
     """
-    names = list(METRICS) if metrics is None else list(metrics)
-    unknown = [name for name in names if name not in METRICS]
+    names = list(CHEAP) if metrics is None else list(metrics)
+    unknown = [name for name in names if name not in CHEAP]
     if unknown:
-        raise InputError(f"There is no metric {unknown[0]!r}.", f"Choose among {', '.join(METRICS)}.")
+        raise InputError(f"There is no metric {unknown[0]!r}.", f"Choose among {', '.join(CHEAP)}.")
     source, target = models_of(host, direction)
     mapper, _ = host.mapper(direction)
     anchors = mapper.anchors if anchors is None else anchors

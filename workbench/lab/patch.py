@@ -33,7 +33,7 @@ from workbench.lab.branches import Branches, Exchange, cells
 from workbench.lab.corpus import Document, Passage, documents, passages
 from workbench.lab.provenance import models_of, trace, write_text
 from workbench.lab.results.common import Step
-from workbench.lab.results.heads import METRICS, HeadMaps
+from workbench.lab.results.heads import CHEAP, METRICS, HeadMaps
 from workbench.lab.results.patch import CAUSAL, KINDS, RANDOM, SHARES, HeadPatches, Prediction
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def repair_sets(
         return {}
     total, heads = gain.size, gain.shape[1]
     orders = {
-        name: list(np.argsort(-badness(metrics, name).ravel(), kind="stable")) for name in metrics.metrics
+        name: list(np.argsort(-badness(metrics, name).ravel(), kind="stable")) for name in cheap(metrics)
     }
     orders[CAUSAL] = list(np.argsort(-gain.ravel(), kind="stable"))
     random = np.random.default_rng(seed)
@@ -313,8 +313,8 @@ def predict(
 
     gain, damage = result["gain"]["kv"], result["damage"]["kv"]
     return Prediction(
-        rank_correlation={name: spearman(badness(metrics, name), gain) for name in metrics.metrics},
-        rank_correlation_damage={name: spearman(badness(metrics, name), damage) for name in metrics.metrics},
+        rank_correlation={name: spearman(badness(metrics, name), gain) for name in cheap(metrics)},
+        rank_correlation_damage={name: spearman(badness(metrics, name), damage) for name in cheap(metrics)},
         repair={
             name: {s: recovered(several) for s, several in curve.items()} for name, curve in sets.items()
         },
@@ -323,6 +323,11 @@ def predict(
         metric_tokens=metrics.tokens,
         metric_texts=tuple(text["name"] for text in metrics.provenance.texts),
     )
+
+
+def cheap(metrics: HeadMaps) -> list[str]:
+    """The metrics that were not found by intervention."""
+    return [name for name in metrics.metrics if name in CHEAP]
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -10,11 +10,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from workbench.lab.results import Comparison, Evaluation, HeadMaps, LatencyBench
+from workbench.lab.results import Comparison, Evaluation, HeadMaps, HeadPatches, LatencyBench
 from workbench.plots.account import account, describe_account
 from workbench.plots.comparison import comparison, describe_comparison
+from workbench.plots.head_detail import directions, positions
 from workbench.plots.heads import describe_heads, heads
 from workbench.plots.latency import describe_latency, latency
+from workbench.plots.patch import correlation, describe_patch, repair
 from workbench.plots.quality import describe_quality, quality
 from workbench.plots.style import GRID, TEXT, safe
 
@@ -23,18 +25,28 @@ __all__ = [
     "TEXT",
     "account",
     "comparison",
+    "correlation",
     "describe",
+    "directions",
     "figure",
     "heads",
     "latency",
+    "positions",
     "quality",
+    "repair",
     "safe",
 ]
 
 
 def figure(result: Any, **options: Any) -> go.Figure:
     """The figure of any result; options go to the function that draws it."""
-    draw = {HeadMaps: heads, LatencyBench: latency, Comparison: comparison, Evaluation: quality}
+    draw = {
+        HeadMaps: heads,
+        LatencyBench: latency,
+        Comparison: comparison,
+        Evaluation: quality,
+        HeadPatches: repair,
+    }
     return draw.get(type(result), account)(result, **options)  # type: ignore[operator]
 
 
@@ -51,6 +63,7 @@ def describe(result: Any, metric: str | None = None) -> str:
         LatencyBench: describe_latency,
         Comparison: describe_comparison,
         Evaluation: describe_quality,
+        HeadPatches: describe_patch,
     }
     if type(result) in tell:
         return tell[type(result)](result)

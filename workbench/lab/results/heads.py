@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Metric:
         unit: for a colour bar.
         meaning: one plain sentence.
         log: colours on a log2 scale; `low` and `high` are then exponents.
+        causal: found by intervention (`workbench.lab.patch`), not by the streaming pass.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Metric:
     unit: str
     meaning: str
     log: bool = False
+    causal: bool = False
 
 
 ZONES = {
@@ -100,8 +102,20 @@ _ALL = (
         for short, kind in (("k", "Key"), ("v", "Value"))
         for zone, what in ZONES.items()
     ),
+    Metric(
+        "patch_gain", "Patch gain, measured", "kv", 0, 0.01, "low", "nats",
+        "Fall of the next-token KL when this head's mapped keys and values are replaced by the true ones.",
+        causal=True,
+    ),
+    Metric(
+        "patch_damage", "Damage alone, measured", "kv", 0, 0.01, "low", "nats",
+        "Next-token KL when only this head is mapped and everything else in the cache is true.",
+        causal=True,
+    ),
 )  # fmt: skip
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
+CHEAP = tuple(name for name, metric in METRICS.items() if not metric.causal)
+"""Metrics that one streaming pass gives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +161,10 @@ class HeadMaps:
         index = np.nanargmin(values) if METRICS[name].better == "high" else np.nanargmax(values)
         layer, head = np.unravel_index(index, values.shape)
         return int(layer), int(head)
+
+    def with_causal(self, gain: np.ndarray, damage: np.ndarray) -> HeadMaps:
+        """The same maps with what interventions found, both (layers, KV heads)."""
+        return replace(self, metrics={**self.metrics, "patch_gain": gain, "patch_damage": damage})
 
     def by_kv_head(self, name: str) -> np.ndarray:
         """(layers, KV heads) of a metric; of query heads that share a KV head the mean, or the worst one's cosine."""
