@@ -11,10 +11,12 @@ from typing import Any
 
 import gradio as gr
 from gradio.themes.utils import colors, sizes
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.routing import Route
 
+from workbench.ui.guard import Guard
 from workbench.ui.settings import Settings
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
@@ -148,9 +150,13 @@ def launch_options(settings: Settings) -> dict[str, Any]:
         "strict_cors": True,
         "allowed_paths": [],
         "max_file_size": "2mb",
-        "app_kwargs": {
-            "routes": [Route("/kv/plotly.min.js", library)]
-        },  # the one file that is served plainly
         "share": False,
         "quiet": True,
+        "max_threads": 40
+        + 2 * settings.queue_size,  # a handler that waits for the lane holds one while it polls
+        "state_session_capacity": 10 * settings.max_chats,
+        "app_kwargs": {
+            "middleware": [Middleware(Guard, settings=settings)],
+            "routes": [Route("/kv/plotly.min.js", library)],  # the one file that is served plainly
+        },
     }
