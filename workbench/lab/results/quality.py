@@ -12,7 +12,9 @@ from workbench.lab.results.common import jsonable, number
 ARMS: dict[str, str] = {
     "native": "the target on its own cache",
     "mapped": "the target on the mapped cache",
+    "recipe": "a mapper of the published recipe, without anchors",
     "source": "the source model alone",
+    "identity": "the source's cache as it is, unmapped",
     "no_context": "the target without the context",
     "zero": "zeros in place of the mapped tokens",
     "wrong_document": "another document's mapped cache",

@@ -1,0 +1,150 @@
+"""The caches that a target can stand on after a switch: the mapped one, and every control for it.
+
+    native            the target reads the context itself
+    mapped            the real handoff: anchors, mapped tokens, held-back tokens
+    recipe            the published recipe: a mapper fitted on all tokens, no anchors, only the last token run
+    source            the source reads the context, and answers itself
+    identity          as mapped, but the source's cache as it is; only where both geometries are the same
+    wrong_document    as mapped, but all but the held-back tokens are another document's
+    zero              as mapped, but zeros in place of what the mapper writes
+    held_back_only    the target reads only the held-back tokens
+    no_context        the target reads only the last token
+
+Every cache comes without the context's last token, which the caller runs together with what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from workbench.chat.handoff import hand_over
+from workbench.kv.cache import copy, length, new_cache, truncate
+from workbench.kv.forward import forward
+from workbench.kv.mapper import KVMapper
+from workbench.models.loading import LoadedModel
+
+ShouldStop = Callable[[], bool] | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A second mapper, used as the published recipe uses it: no anchors, only the last token run natively."""
+
+    mapper: KVMapper
+    anchors: int = 0
+    hold_back: int = 1
+
+
+def unmapped(source: LoadedModel, target: LoadedModel, like: KVMapper) -> tuple[KVMapper | None, str]:
+    """The map that changes nothing, where both caches have the same shape and the same rotation.
+
+    Returns:
+        (mapper, "") or (None, why there is none).
+    """
+    a, b = source.spec, target.spec
+    for name, what in (("layers", "layers"), ("kv_heads", "KV heads"), ("head_dim", "head size")):
+        mine, theirs = getattr(a, name), getattr(b, name)
+        if mine != theirs:
+            return None, f"The caches do not agree: {mine} {what} in the source, {theirs} in the target."
+    layers = tuple((layer,) for layer in range(b.layers))
+    weight = tuple(torch.eye(b.kv_width) for _ in range(b.layers))
+    bias = tuple(torch.zeros(b.kv_width) for _ in range(b.layers))
+    mapper = KVMapper(a, b, layers, layers, weight, bias, weight, bias, like.anchors, like.hold_back)
+    return mapper.to(target.dtype, target.layer_devices), ""
+
+
+class ArmCaches:
+    """Makes the caches of all arms for one context after the other."""
+
+    def __init__(
+        self,
+        source: LoadedModel,
+        target: LoadedModel,
+        mapper: KVMapper,
+        anchors: int | None = None,
+        hold_back: int | None = None,
+        recipe: Recipe | None = None,
+        should_stop: ShouldStop = None,
+    ) -> None:
+        """Args: anchors, hold_back: of the handoff, None for the mapper's own choice."""
+        self.source, self.target, self.mapper = source, target, mapper
+        self.anchors = mapper.anchors if anchors is None else anchors
+        self.hold_back = max(1, mapper.hold_back if hold_back is None else hold_back)
+        self.recipe, self.should_stop = recipe, should_stop
+        self.identity, why = unmapped(source, target, mapper)
+        self.absent = {} if self.identity else {"identity": why}
+        if recipe is None:
+            self.absent["recipe"] = "No mapper of the published recipe was given (--recipe)."
+
+    def read(self, ids: Sequence[int]) -> Cache:
+        """The source's cache of a context."""
+        cache = new_cache(self.source.spec.layers, len(ids))
+        forward(self.source.model, ids, cache, keep=0)
+        return cache
+
+    def caches(
+        self, ids: Sequence[int], own: Cache, wrong_ids: Sequence[int], wrong: Cache
+    ) -> Iterator[tuple[str, LoadedModel, Cache]]:
+        """Every arm's name, the model that goes on, and its cache of the context without the last token.
+
+        Args:
+            ids: the context.
+            own: the source's cache of it.
+            wrong_ids: another document.
+            wrong: the source's cache of that.
+        """
+        n, h = len(ids), min(self.hold_back, len(ids) - 1)
+        yield "native", self.target, self._native(ids[:-1])
+        yield "mapped", self.target, self._handed(ids, own, self.mapper, self.anchors, h)
+        if self.recipe is not None:
+            yield (
+                "recipe",
+                self.target,
+                self._handed(ids, own, self.recipe.mapper, self.recipe.anchors, self.recipe.hold_back),
+            )
+        if self.identity is not None:
+            yield "identity", self.target, self._handed(ids, own, self.identity, self.anchors, h)
+        m = min(length(wrong), n - h)
+        other = copy(wrong)
+        truncate(other, m)
+        mixed = (*wrong_ids[:m], *ids[n - h :])
+        yield "wrong_document", self.target, self._handed(mixed, other, self.mapper, self.anchors, h)
+        yield "zero", self.target, self._zeros(ids, n - h)
+        if h > 1:
+            yield "held_back_only", self.target, self._native(ids[n - h : -1])
+        yield "no_context", self.target, new_cache(self.target.spec.layers)
+        truncate(own, n - 1)
+        yield "source", self.source, own
+
+    def _native(self, ids: Sequence[int]) -> Cache:
+        cache = new_cache(self.target.spec.layers, len(ids))
+        forward(self.target.model, ids, cache, keep=0)
+        return cache
+
+    def _handed(
+        self, ids: Sequence[int], own: Cache, mapper: KVMapper, anchors: int, hold_back: int
+    ) -> Cache:
+        cache = new_cache(self.target.spec.layers, len(ids))
+        hand_over(ids, own, self.target, cache, mapper, self.source, anchors, hold_back, self.should_stop)
+        truncate(cache, len(ids) - 1)
+        return cache
+
+    def _zeros(self, ids: Sequence[int], stop: int) -> Cache:
+        """Native anchors, zeros up to `stop`, the rest native."""
+        spec, cache = self.target.spec, new_cache(self.target.spec.layers, len(ids))
+        anchors = min(self.anchors, stop)
+        if anchors:
+            forward(self.target.model, ids[:anchors], cache, keep=0)
+        layers: Sequence[Any] = cache.layers
+        for layer, device in zip(layers, self.target.layer_devices, strict=True):
+            shape = (stop - anchors, spec.kv_heads, spec.head_dim)
+            for slots in layer.append_slots(*shape, self.target.dtype, device):
+                slots.zero_()
+        if len(ids) - 1 > length(cache):
+            forward(self.target.model, ids[stop:-1], cache, keep=0)
+        return cache

@@ -1,0 +1,172 @@
+"""Does the target still do the tasks on a mapped cache? Every arm answers the same questions.
+
+The items are those of `workbench.lab.tasks`; a context is read once by each model and handed over once an arm, all
+its questions are then scored together (`rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from workbench.errors import Cancelled, InputError
+from workbench.lab import tasks as items
+from workbench.lab.arms import ArmCaches, Recipe
+from workbench.lab.corpus import Document
+from workbench.lab.intervals import Bootstrap, mcnemar
+from workbench.lab.provenance import models_of, text_hash, trace
+from workbench.lab.results.common import Step
+from workbench.lab.results.quality import ARMS
+from workbench.lab.results.tasks import TASKS, TaskArm, TaskResult, TaskScores
+from workbench.lab.rows import Plan, Scored, Span
+from workbench.lab.tasks import DEFAULT_ITEMS, Context, Question
+
+if TYPE_CHECKING:
+    from workbench.models.pair import PairHost
+
+ShouldStop = Callable[[], bool] | None
+
+
+@dataclass
+class _Answers:
+    """Of one task and arm, one entry an item."""
+
+    correct: list[float] = field(default_factory=list)
+    ce: list[float] = field(default_factory=list)
+
+
+def stream(
+    host: PairHost,
+    direction: str,
+    names: Sequence[str] | None = None,
+    limit: int = DEFAULT_ITEMS,
+    seed: int = 0,
+    anchors: int | None = None,
+    hold_back: int | None = None,
+    recipe: Recipe | None = None,
+    texts: Sequence[Document] | None = None,
+    should_stop: ShouldStop = None,
+) -> Iterator[Step | TaskScores]:
+    """Ask every arm all questions.
+
+    Args:
+        host: the pair.
+        direction: "up" or "down".
+        names: tasks, None for all.
+        limit: items a task.
+        seed: of items and intervals.
+        anchors, hold_back: of the handoffs, None for the mapper's own choice.
+        recipe: a mapper of the published recipe, for an arm of its own.
+        texts: other texts than the held-out ones (tests).
+        should_stop: asked before every context.
+
+    Yields:
+        A `Step` a context; the `TaskScores` last.
+
+    Raises:
+        InputError: for an unknown task, or too few items.
+        Cancelled: when asked to stop.
+    """
+    if limit < 2:
+        raise InputError("At least 2 items a task are needed.", "Give a larger --limit.")
+    started = perf_counter()
+    source, target = models_of(host, direction)
+    mapper, _ = host.mapper(direction)
+    contexts = items.build(target.tokenizer, names, limit, seed, texts)
+    if len(contexts) < 2:
+        raise InputError("One context is not enough: a wrong document is needed as a control.")
+    maker = ArmCaches(source, target, mapper, anchors, hold_back, recipe, should_stop)
+    found: dict[tuple[str, str], _Answers] = {}
+    asked: dict[str, list[tuple[str, Question]]] = {}
+    total = 0
+    with host.holding_lane(should_stop):
+        wrong = maker.read(contexts[-1].ids)
+    for number, context in enumerate(contexts):
+        if should_stop and should_stop():
+            raise Cancelled("The evaluation was stopped.")
+        for question in context.questions:
+            asked.setdefault(question.task, []).append((context.document, question))
+        spans = [Span((*q.prefix, *c), len(q.prefix)) for q in context.questions for c in q.choices]
+        total += len(context.ids) + sum(len(span.ids) for span in spans)
+        with host.holding_lane(should_stop):
+            own = maker.read(context.ids)
+            kept = own
+            plan = Plan(context.ids[-1], spans)
+            for arm, model, cache in maker.caches(context.ids, own, contexts[number - 1].ids, wrong):
+                _mark(context, arm, plan.run(model, cache), found)
+        wrong = kept
+        yield Step((number + 1) / len(contexts), f"context {number + 1} of {len(contexts)}")
+    results = {
+        task: _result(task, asked[task], {arm: a for (name, arm), a in found.items() if name == task}, seed)
+        for task in asked
+    }
+    order = sorted(results, key=lambda name: (not results[name].informative, results[name].retention.value))
+    yield TaskScores(
+        tasks={name: results[name] for name in order},
+        absent=maker.absent,
+        anchors=maker.anchors,
+        hold_back=maker.hold_back,
+        limit=limit,
+        seed=seed,
+        seconds=perf_counter() - started,
+        provenance=trace(
+            host, direction, total, [("tasks", ",".join(context.sha256 for context in contexts))]
+        ),
+    )
+
+
+def _mark(context: Context, arm: str, scored: list[Scored], found: dict[tuple[str, str], _Answers]) -> None:
+    """Add an arm's answers to all questions of a context."""
+    place = 0
+    for question in context.questions:
+        choices = scored[place : place + len(question.choices)]
+        place += len(question.choices)
+        right = choices[question.answer]
+        answers = found.setdefault((question.task, arm), _Answers())
+        answers.ce.append(-right.mean)
+        if len(choices) == 1:
+            answers.correct.append(float(right.hit.double().mean()))
+        else:
+            best = max(range(len(choices)), key=lambda i: choices[i].mean)
+            answers.correct.append(float(best == question.answer))
+
+
+def _result(
+    task: str, asked: Sequence[tuple[str, Question]], answers: dict[str, _Answers], seed: int
+) -> TaskResult:
+    """Intervals, tests and shares of one task."""
+    boot = Bootstrap([document for document, _ in asked], seed)
+    chance = TASKS[task].chance
+    arms = {
+        name: TaskArm(
+            boot.mean(answers[name].correct),
+            boot.mean(answers[name].ce),
+            tuple(answers[name].correct),
+            tuple(answers[name].ce),
+        )
+        for name in ARMS
+        if name in answers
+    }
+    mapped, native, source = (answers[name].correct for name in ("mapped", "native", "source"))
+    choices = chance > 0
+    gained = sum(native) > sum(source)
+    return TaskResult(
+        arms=arms,
+        chance=chance,
+        informative=arms["native"].accuracy.low > arms["no_context"].accuracy.high,
+        retention=boot.ratio(mapped, native),
+        retention_floor=boot.ratio([a - chance for a in mapped], [a - chance for a in native]),
+        source_gap=boot.ratio(
+            [a - b for a, b in zip(mapped, source, strict=True)],
+            [a - b for a, b in zip(native, source, strict=True)],
+        )
+        if gained
+        else None,
+        p_value={name: mcnemar(mapped, answers[name].correct) for name in arms if name != "mapped"}
+        if choices
+        else {},
+        depths=tuple(q.depth for _, q in asked if q.depth is not None),
+        sha256=text_hash(str([(q.prefix, q.choices, q.answer) for _, q in asked])),
+    )

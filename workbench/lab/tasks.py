@@ -1,0 +1,373 @@
+"""Questions that need a context, made with a fixed seed from the held-out texts: no hub, no downloads.
+
+    context (given to the source model, then handed over) | question (run natively, over each arm's cache)
+
+    next_sentence      which of four sentences comes next? The others open other documents' passages.
+    last_word          which of four words of the context ends the passage?
+    fact_recall        four facts stand in the context at four depths; which of their four values is asked for?
+    multi_turn_recall  the same in a chat: told to the source model, asked of the target after the switch
+    following_text     the passage's next tokens: cross entropy, and how often the likeliest token is right
+
+All but the last are choices: the one whose tokens have the highest mean log-likelihood is the answer, so chance is
+one in four. The wrong choices are as likely without the context as the right one, or nearly so: a model that cannot
+see the context should be at chance. Whether it is, is measured; a task where it is not says so.
+
+Nothing here is used in fitting or healing: texts are `assets/text/heldout` and `chats-heldout.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench.errors import InputError
+from workbench.lab.corpus import TEXT_FOLDER, Document, documents, encode
+from workbench.lab.provenance import text_hash
+from workbench.lab.results.tasks import TASKS
+
+CONTEXT, SENTENCE, FOLLOWING = 112, 12, 32  # tokens of a passage, of a candidate sentence, of following text
+TALK = 80  # tokens of small talk between the telling and the switch
+DEFAULT_ITEMS = 300
+
+_OWNERS = (
+    "gardener", "captain", "teacher", "baker", "doctor", "painter", "farmer", "lawyer", "pilot", "singer",
+    "miller", "judge", "nurse", "priest", "soldier", "writer",
+)  # fmt: skip
+_WORDS = (
+    "silver", "river", "window", "garden", "winter", "orange", "music", "paper", "mountain", "bridge", "summer",
+    "forest", "island", "market", "engine", "castle", "desert", "pencil", "mirror", "ocean", "copper", "planet",
+    "kitchen", "dragon",
+)  # fmt: skip
+_KIN = (
+    "brother", "sister", "dog", "cat", "teacher", "neighbor", "uncle", "horse", "cousin", "boss", "doctor", "aunt",
+)  # fmt: skip
+_NAMES = (
+    "Peter", "Anna", "Max", "Lucy", "Tom", "Emma", "Jack", "Sarah", "David", "Maria", "Henry", "Alice", "Paul",
+    "Julia", "Oscar", "Laura", "Simon", "Helen", "Martin", "Rose",
+)  # fmt: skip
+_COMMON = frozenset(
+    "this that these those with from they them their there then than were have been when what which will would "
+    "could should shall such some into only very more most much many must make made about after also other over "
+    "upon your yours where while being because before between through does done each even ever every like well "
+    "here just same both though through under used using without within".split()
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'(‘“]?[A-Z])")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a context.
+
+    Attributes:
+        task: a key of `TASKS`.
+        prefix: token ids between the context and a choice.
+        choices: token ids of each choice; one only for following text.
+        answer: index of the right choice.
+        depth: where in the context the answer stands, 0 to 1; None where it is everywhere.
+    """
+
+    task: str
+    prefix: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...]
+    answer: int = 0
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is handed over, and what is asked about it.
+
+    Attributes:
+        document: name; intervals resample documents.
+        ids: token ids, a special start token included where the family has one.
+        questions: about it, of one or several tasks.
+    """
+
+    document: str
+    ids: tuple[int, ...]
+    questions: tuple[Question, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Of the context and all questions."""
+        asked = [(q.task, q.prefix, q.choices, q.answer) for q in self.questions]
+        return text_hash(json.dumps([self.ids, asked]))
+
+
+def build(
+    tokenizer: Any,
+    names: Sequence[str] | None = None,
+    limit: int = DEFAULT_ITEMS,
+    seed: int = 0,
+    texts: Sequence[Document] | None = None,
+) -> list[Context]:
+    """Contexts with questions.
+
+    Args:
+        tokenizer: of the pair; it must have a chat template for `multi_turn_recall`.
+        names: keys of `TASKS`, None for all.
+        limit: questions a task.
+        seed: of every choice that is drawn.
+        texts: other texts than the held-out ones (tests).
+
+    Raises:
+        InputError: an unknown task, or texts that give no question.
+    """
+    wanted = list(names) if names is not None else list(TASKS)
+    for name in wanted:
+        if name not in TASKS:
+            raise InputError(f"There is no task {name[:40]!r}.", f"There are: {', '.join(TASKS)}.")
+    rng = np.random.default_rng(seed)
+    texts = list(texts) if texts is not None else documents("heldout")
+    cut = _cut(tokenizer, texts)
+    found: list[Context] = []
+    of_text = [name for name in wanted if name in ("next_sentence", "last_word", "following_text")]
+    if of_text:
+        found += _passages(tokenizer, cut, of_text, limit, rng)
+    if "fact_recall" in wanted:
+        found += _facts(tokenizer, cut, limit, rng)
+    if "multi_turn_recall" in wanted and getattr(tokenizer, "chat_template", None):
+        found += _chats(tokenizer, cut, limit, rng)
+    if not any(context.questions for context in found):
+        raise InputError("These texts give no question.", "Give longer texts with whole sentences.")
+    return found
+
+
+# --- passages ---
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A place between two sentences: what stands before it and what follows, as text."""
+
+    document: str
+    before: str
+    after: str
+
+
+def _cut(tokenizer: Any, texts: Sequence[Document]) -> list[_Cut]:
+    """Places at least `FOLLOWING` tokens apart, with enough before and after, from every document in turn."""
+    lists = []
+    for text in texts:
+        sentences = _SENTENCE_END.split(" ".join(text.text.split()))
+        lengths = [len(encode(tokenizer, sentence)) for sentence in sentences]
+        places, last = [], 0
+        for i in range(1, len(sentences)):
+            done = sum(lengths[:i])
+            enough = done >= CONTEXT + 8 and sum(lengths[i:]) >= FOLLOWING + 8 and lengths[i] >= SENTENCE
+            if enough and done - last >= FOLLOWING + 8:
+                before = " ".join(sentences[:i])[-CONTEXT * 8 :]
+                places.append(_Cut(text.name, before, " ".join(sentences[i:])[: FOLLOWING * 8]))
+                last = done
+        lists.append(places)
+    longest = max(map(len, lists), default=0)
+    found = [places[i] for i in range(longest) for places in lists if i < len(places)]
+    if len({place.document for place in found}) < 4:
+        raise InputError(
+            "The texts are too few or too short for tasks.", "Give at least four longer documents."
+        )
+    return found
+
+
+def _plain(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Ids of text that continues something: no start token."""
+    return tuple(int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _start(tokenizer: Any) -> tuple[int, ...]:
+    """The start token, where the family puts one before every text."""
+    bare, with_start = _plain(tokenizer, "a"), tuple(encode(tokenizer, "a"))
+    return with_start[: len(with_start) - len(bare)]
+
+
+def _passages(
+    tokenizer: Any, cut: Sequence[_Cut], names: Sequence[str], limit: int, rng: np.random.Generator
+) -> list[Context]:
+    start = _start(tokenizer)
+    following = [_plain(tokenizer, " " + place.after)[:FOLLOWING] for place in cut]
+    counts = dict.fromkeys(names, 0)
+    found = []
+    for i, place in enumerate(cut):
+        if all(count >= limit for count in counts.values()):
+            break
+        questions = []
+        ids = _plain(tokenizer, place.before)[-CONTEXT:]
+        for name in names:
+            question = None
+            if counts[name] < limit:
+                if name == "next_sentence":
+                    question = _next_sentence(cut, following, i, rng)
+                elif name == "last_word":
+                    question = _last_word(tokenizer, ids, following[i], rng)
+                else:
+                    question = Question(name, (), (following[i],))
+            if question is not None:
+                counts[name] += 1
+                questions.append(question)
+        if questions:
+            found.append(Context(place.document, (*start, *ids), tuple(questions)))
+    return found
+
+
+def _next_sentence(
+    cut: Sequence[_Cut], following: Sequence[tuple[int, ...]], i: int, rng: np.random.Generator
+) -> Question | None:
+    """The right opening among three of other documents of the same kind of text, all equally long."""
+    kind, own = _kind(cut[i].document), cut[i].document
+    others = [j for j, place in enumerate(cut) if place.document != own and place.document.startswith(kind)]
+    if len(others) < 3:
+        others = [j for j, place in enumerate(cut) if place.document != cut[i].document]
+    wrong = [following[j][:SENTENCE] for j in rng.choice(others, 3, replace=False)]
+    return _shuffled("next_sentence", (), following[i][:SENTENCE], wrong, rng)
+
+
+def _kind(document: str) -> str:
+    """ "moby-dick" of "moby-dick-3": texts of one source are alike in style."""
+    return re.sub(r"-\d+$", "", document)
+
+
+def _last_word(
+    tokenizer: Any, ids: Sequence[int], following: Sequence[int], rng: np.random.Generator
+) -> Question | None:
+    """The last word of the following text that the context has too, against three other words of the context."""
+    text = tokenizer.decode(list(following), clean_up_tokenization_spaces=False)
+    context = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+    known = sorted(_content_words(context))
+    ends = [m for m in re.finditer(r"(?<= )[a-z]{4,}(?=[ .,;:!?])", text) if m[0] in known and m.start() > 20]
+    if not ends or len(known) < 4:
+        return None
+    word = ends[-1]
+    wrong = list(rng.choice([w for w in known if w != word[0]], 3, replace=False))
+    prefix = _plain(tokenizer, text[: word.start() - 1])
+    return _shuffled(
+        "last_word",
+        prefix,
+        _plain(tokenizer, f" {word[0]}"),
+        [_plain(tokenizer, f" {w}") for w in wrong],
+        rng,
+    )
+
+
+def _content_words(text: str) -> set[str]:
+    return {word for word in re.findall(r"\b[a-z]{4,}\b", text) if word not in _COMMON}
+
+
+def _shuffled(
+    task: str,
+    prefix: tuple[int, ...],
+    right: tuple[int, ...],
+    wrong: Sequence[tuple[int, ...]],
+    rng: np.random.Generator,
+    depth: float | None = None,
+) -> Question | None:
+    """A question with the right choice at a drawn place; None when two choices are the same."""
+    choices = [right, *wrong]
+    if len(set(choices)) < len(choices) or not all(choices):
+        return None
+    order = rng.permutation(len(choices))
+    return Question(task, prefix, tuple(choices[i] for i in order), int(np.flatnonzero(order == 0)[0]), depth)
+
+
+# --- recall ---
+
+
+def _facts(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Generator) -> list[Context]:
+    """Four facts between the sentences of a passage, at depths of about .2, .4, .6 and .8."""
+    start, found, asked = _start(tokenizer), [], 0
+    for place in cut:
+        if asked >= limit:
+            break
+        owners, values = rng.choice(_OWNERS, 4, replace=False), rng.choice(_WORDS, 4, replace=False)
+        text = tokenizer.decode(
+            list(_plain(tokenizer, place.before)[-CONTEXT:]), clean_up_tokenization_spaces=False
+        )
+        words = text.split()
+        parts = [" ".join(words[len(words) * i // 5 : len(words) * (i + 1) // 5]) for i in range(5)]
+        ids, depths = [*start, *_plain(tokenizer, parts[0])], []
+        for owner, value, part in zip(owners, values, parts[1:], strict=True):
+            ids += _plain(tokenizer, f" The secret word of the {owner} is {value}.")
+            depths.append(len(ids))
+            ids += _plain(tokenizer, f" {part}")
+        questions = _ask(
+            tokenizer, "fact_recall", [f"\n\nThe secret word of the {owner} is" for owner in owners], values,
+            [depth / len(ids) for depth in depths], rng,
+        )[: limit - asked]  # fmt: skip
+        asked += len(questions)
+        found.append(Context(place.document, tuple(ids), tuple(questions)))
+    return found
+
+
+def _chats(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Generator) -> list[Context]:
+    """Four facts told in two turns of a chat, then small talk of a held-out chat; asked in a turn of its own."""
+    talks = small_talk(tokenizer)
+    found, asked = [], 0
+    for number in range(limit):
+        if asked >= limit:
+            break
+        kin, names = rng.choice(_KIN, 4, replace=False), rng.choice(_NAMES, 4, replace=False)
+        told = [f"The name of my {who} is {name}." for who, name in zip(kin, names, strict=True)]
+        document, question, answer = talks[number % len(talks)]
+        messages = [
+            {"role": "user", "content": f"Hello! {told[0]} {told[1]}"},
+            {"role": "assistant", "content": "Nice to meet you! I will remember that."},
+            {"role": "user", "content": f"{told[2]} {told[3]} {question}"},
+            {"role": "assistant", "content": answer},
+        ]
+        context = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = _plain(tokenizer, context)
+        depths = [
+            len(_plain(tokenizer, context[: context.index(fact) + len(fact)])) / len(ids) for fact in told
+        ]
+        prompts = [
+            tokenizer.apply_chat_template(
+                [*messages, {"role": "user", "content": f"What is the name of my {who}?"}],
+                tokenize=False, add_generation_prompt=True,
+            ).removeprefix(context) + f"The name of your {who} is" for who in kin
+        ]  # fmt: skip
+        questions = _ask(tokenizer, "multi_turn_recall", prompts, names, depths, rng)[: limit - asked]
+        asked += len(questions)
+        found.append(Context(document, ids, tuple(questions)))
+    return found
+
+
+def small_talk(tokenizer: Any) -> list[tuple[str, str, str]]:
+    """(name, question, shortened answer) of each held-out chat's first turn.
+
+    Raises:
+        InputError: the held-out chats are missing.
+    """
+    try:
+        lines = (TEXT_FOLDER / "chats-heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        raise InputError("There are no held-out chats.") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        first, answer = (message["content"] for message in json.loads(line)["messages"][:2])
+        short = tokenizer.decode(list(_plain(tokenizer, answer)[:TALK]), clean_up_tokenization_spaces=False)
+        end = max(short.rfind(mark) for mark in ".!?") + 1
+        found.append((f"chat-{number}", first, short[:end] if end > 40 else short))
+    return found
+
+
+def _ask(
+    tokenizer: Any,
+    task: str,
+    prompts: Sequence[str],
+    values: Sequence[str],
+    depths: Sequence[float],
+    rng: np.random.Generator,
+) -> list[Question]:
+    """One question a fact; the choices are the values of all facts of the context, so that copying is not enough."""
+    choices = [_plain(tokenizer, f" {value}") for value in values]
+    found = []
+    for i, (prompt, depth) in enumerate(zip(prompts, depths, strict=True)):
+        wrong = [choice for j, choice in enumerate(choices) if j != i]
+        question = _shuffled(task, _plain(tokenizer, prompt), choices[i], wrong, rng, depth)
+        if question is not None:
+            found.append(question)
+    return found
