@@ -7,7 +7,7 @@ from tests.conftest import random_ids, tiny_model
 from workbench.errors import Cancelled
 from workbench.kv.cache import layer_tensors, length, new_cache, truncate
 from workbench.kv.capture import capture_attention, capture_keys_pre, o_proj_weight
-from workbench.kv.forward import forward
+from workbench.kv.forward import forward, forward_ends
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec
 
@@ -100,6 +100,41 @@ def test_a_window_that_is_never_reached_changes_nothing() -> None:
     assert KVSpec.from_config(model.config).max_positions == 512
     logits = forward(model, ids, new_cache(3), keep=100, chunk=50)
     torch.testing.assert_close(logits, native(model, ids)[-100:], rtol=1e-4, atol=1e-4)
+
+
+def test_both_ends_in_one_pass_equal_native(any_model: torch.nn.Module) -> None:
+    """The middle is there, both ends are missing: one pass gives the logits and the cache of a native one."""
+    ids, layers = random_ids(60), any_model.config.num_hidden_layers
+    whole, cache = new_cache(layers), new_cache(layers)
+    forward(any_model, ids, whole, keep=0)
+    for layer in range(layers):
+        keys, values = layer_tensors(whole, layer)
+        shape = (keys.shape[1], keys.shape[3], keys.dtype, keys.device)
+        slots = cache.layers[layer].append_slots(5, *shape)
+        for slot in slots:
+            slot.fill_(float("nan"))  # a slot that is read before it is filled shows
+        for slot, own in zip(cache.layers[layer].append_slots(45, *shape), (keys, values), strict=True):
+            slot.copy_(own[:, :, 5:50])
+    logits = forward_ends(any_model, ids[:5], ids[50:], cache, 0)
+    torch.testing.assert_close(logits, native(any_model, ids)[-1:], rtol=1e-4, atol=1e-4)
+    assert length(cache) == 60
+    for layer in range(layers):
+        for ours, theirs in zip(layer_tensors(cache, layer), layer_tensors(whole, layer), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_head_is_not_copied_for_the_last_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of the hidden states has strides with which a linear layer copies its whole weight first."""
+    model, seen = tiny_model("llama"), []
+    handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()))
+    forward(model, random_ids(9), new_cache(3))
+    handle.remove()
+    # Our hook runs after this one, so look at what the layer itself got.
+    real, got = torch.nn.functional.linear, []
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: (got.append(x), real(x, *rest))[1])
+    forward(model, random_ids(9), new_cache(3))
+    assert got[-1].shape == (1, 1, 64) and got[-1].stride() == (64, 64, 1) != seen[0]
+    assert not model.lm_head._forward_pre_hooks
 
 
 @pytest.mark.parametrize(("ids", "keep"), [([], 1), ([1, 2], 3), ([1], -1)])

@@ -87,7 +87,22 @@ def test_strip_writes_into_a_feature_matrix() -> None:
     assert (features[:, [0, 2]] == 7.0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bfloat16_is_turned_as_the_model_itself_turns() -> None:
+    """Near the exact rotation, and no further from it than the model's own bfloat16 rotation is."""
+    model = tiny_model("llama")
+    rotary, k = Rotary(model), torch.randn(1, 2, 40, 16).to(torch.bfloat16)
+    exact = rotary.rotate(k.float(), 11)
+    cos, sin = model.model.rotary_emb(k, torch.arange(11, 51)[None])
+    module = __import__(type(model).__module__, fromlist=["apply_rotary_pos_emb"])
+    own = module.apply_rotary_pos_emb(k, k, cos, sin)[1]
+    ours = rotary.rotate(k, 11)
+    assert ours.dtype is torch.bfloat16
+    assert (ours - exact).pow(2).mean() <= 1.1 * (own - exact).pow(2).mean()
+    back = rotary.strip(ours, 11)
+    assert (back.float() - k.float()).abs().max() < 0.01 * k.float().abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16])
 def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     rotary, k = Rotary(tiny_model("llama-yarn")), torch.randn(1, 2, 40, 16).to(dtype)
     assert rotary.rotate(k, 11).dtype is dtype

@@ -7,6 +7,11 @@
 *Reused* is what the target still holds from an earlier turn of its own. *Anchors* are the first tokens: nothing precedes
 them, so running them natively is exact and cheap, and every later token attends to them. The *held back* tokens at the
 end, and whatever the source has not computed itself, run natively over the mapped rest; the last one gives the logits.
+Both ends run in one pass where they can: a pass over a few tokens costs what reading the weights costs.
+
+The target's cache is allocated once, with place for the context and some answer, and written into; mapping goes block by
+block, so that besides the two caches only one block's features are in memory. `map_ahead` does the same mapping before
+the switch, as far as a switch would map at all, so that the switch itself pays only for what is new.
 
 Every handoff returns an `Account`: tokens of each kind, milliseconds of each part. A true prefill is never hidden: it has
 an account of its own, with `how` "prefill" when it was asked for and "fallback", with the reason, when it was not.
@@ -23,13 +28,22 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from workbench.kv.cache import length, new_cache, truncate
-from workbench.kv.forward import forward
-from workbench.kv.mapper import KVMapper
+from workbench.kv.cache import grows_in_place, length, new_cache, reserve, truncate
+from workbench.kv.forward import forward, forward_ends, takes_masks
+from workbench.kv.mapper import KVMapper, MapTimes
+from workbench.kv.rope import Rotary
 from workbench.models.loading import LoadedModel
 
 ShouldStop = Callable[[], bool] | None
 PREFILL_CHUNK = 512  # tokens between two looks at the stop flag during a prefill in the chat
+MAP_BLOCK = (
+    256  # tokens mapped at a time: their features stay in the processor's cache, and memory stays bounded
+)
+GPU_MAP_BLOCK = 8192  # an accelerator wants large products
+SPARE_SHARE, LEAST_SPARE = (
+    16,
+    64,
+)  # place for an answer in a new cache: a sixteenth of the context, at least this
 GATE_TOLERANCE = 1e-3  # largest difference of a log-probability that the gate accepts in float32
 
 
@@ -47,7 +61,10 @@ class Account:
         native: tokens that the target ran itself, anchors and hold-back among them.
         anchors: first tokens run natively in this handoff.
         hold_back: last tokens run natively in this handoff.
-        ms: milliseconds of each part: "anchors", "map_strip", "map_product", "map_rotate", "hold_back", "prefill", "total".
+        ms: milliseconds of each part: "cache" (allocating), "anchors", "map_strip", "map_product", "map_rotate",
+            "hold_back", "ends" (anchors and held-back tokens in one pass), "prefill", "total".
+        mapped_ahead: of the reused tokens, those that had been mapped before the switch, turn by turn.
+        ahead_ms: milliseconds that this took, then; not in "total".
         prefill_ms: milliseconds of the true prefill that was avoided, None when unknown.
         prefill_source: "measured" or "estimated" for `prefill_ms`, "" when unknown.
         reason: why it fell back, "" otherwise.
@@ -66,6 +83,8 @@ class Account:
     prefill_ms: float | None = None
     prefill_source: str = ""
     reason: str = ""
+    mapped_ahead: int = 0
+    ahead_ms: float = 0.0
 
     @property
     def saved_ms(self) -> float | None:
@@ -112,36 +131,148 @@ def hand_over(
     n, before, available = len(ids), length(target_cache), length(source_cache)
     if n == 0 or before > n or available > n:
         raise ValueError(f"context of {n} tokens, but the caches hold {available} and {before}")
-    anchors = mapper.anchors if anchors is None else anchors
-    hold_back = max(1, mapper.hold_back if hold_back is None else hold_back)
+    anchors, hold_back = resolved(mapper, anchors, hold_back)
     reused = min(before, n - 1)  # the last token must run for its logits, also when nothing is new
     truncate(target_cache, reused)
     anchor_stop = max(reused, min(anchors, n - hold_back))
     map_stop = max(anchor_stop, min(available, n - hold_back))
+    reserve(target_cache, n + max(LEAST_SPARE, n // SPARE_SHARE))
+    together = (
+        reused < anchor_stop < map_stop
+        and n - map_stop <= PREFILL_CHUNK
+        and takes_masks(target.model)
+        and all(grows_in_place(target_cache, t) for t in range(target.spec.layers))
+    )
     ms: dict[str, float] = {}
     try:
-        if anchor_stop > reused:
+        if together:
+            _append_slots(target_cache, anchor_stop - reused, mapper)
+            ms["cache"] = clock.lap()
+        elif anchor_stop > reused:
             forward(target.model, ids[reused:anchor_stop], target_cache, keep=0, should_stop=should_stop)
-        ms["anchors"] = clock.lap()
-        times = mapper.map_into(
-            source_cache, target_cache, anchor_stop, map_stop, source.rotary, target.rotary, should_stop
+            ms["anchors"] = clock.lap()
+        times = map_blocks(
+            mapper,
+            source_cache,
+            target_cache,
+            anchor_stop,
+            map_stop,
+            source.rotary,
+            target.rotary,
+            should_stop,
         )
         clock.lap()
         ms |= {"map_strip": times.strip_ms, "map_product": times.product_ms, "map_rotate": times.rotate_ms}
-        logits = forward(
-            target.model, ids[map_stop:], target_cache, chunk=PREFILL_CHUNK, should_stop=should_stop
-        )
-        ms["hold_back"] = clock.lap()
+        if together:
+            logits = forward_ends(target.model, ids[reused:anchor_stop], ids[map_stop:], target_cache, reused)
+            ms["ends"] = clock.lap()
+        else:
+            rest = ids[map_stop:]
+            last = forward(target.model, rest, target_cache, chunk=PREFILL_CHUNK, should_stop=should_stop)
+            assert last is not None  # at least the last token was run
+            logits = last
+            ms["hold_back"] = clock.lap()
     except BaseException:
         truncate(target_cache, reused)
         raise
-    assert logits is not None  # at least the last token was run
     ms["total"] = clock.total()
     mapped = map_stop - anchor_stop
     return logits, Account(
         source.name, target.name, "mapped", n, reused, mapped, n - reused - mapped,
         anchor_stop - reused, n - map_stop, ms,
     )  # fmt: skip
+
+
+def resolved(mapper: KVMapper, anchors: int | None, hold_back: int | None) -> tuple[int, int]:
+    """Anchors and hold-back of a switch, the mapper's own where None is given; at least one token is held back."""
+    return (
+        mapper.anchors if anchors is None else anchors,
+        max(1, mapper.hold_back if hold_back is None else hold_back),
+    )
+
+
+def map_blocks(
+    mapper: KVMapper,
+    source_cache: Cache,
+    target_cache: Cache,
+    start: int,
+    stop: int,
+    rotary_src: Rotary,
+    rotary_tgt: Rotary,
+    should_stop: ShouldStop = None,
+) -> MapTimes:
+    """`KVMapper.map_into`, block by block: the same cache, with the features of one block in memory at a time.
+
+    After an exception the target's cache may hold some of the blocks.
+    """
+    block = MAP_BLOCK if mapper.key_weight[0].device.type == "cpu" else GPU_MAP_BLOCK
+    times = MapTimes()
+    for first in range(start, stop, block):
+        last = min(first + block, stop)
+        part = mapper.map_into(source_cache, target_cache, first, last, rotary_src, rotary_tgt, should_stop)
+        times.strip_ms += part.strip_ms
+        times.product_ms += part.product_ms
+        times.rotate_ms += part.rotate_ms
+    return times
+
+
+def map_ahead(
+    ids: Sequence[int],
+    available: int,
+    source_cache: Cache,
+    target: LoadedModel,
+    target_cache: Cache,
+    mapper: KVMapper,
+    source: LoadedModel,
+    anchors: int | None = None,
+    hold_back: int | None = None,
+    should_stop: ShouldStop = None,
+) -> tuple[int, int]:
+    """Do before a switch what the switch would do for these tokens; those that would be held back are left out.
+
+    A later `hand_over` of the same or a longer context then finds them in the target's cache. The result is the same:
+    a token is mapped by itself, and the held-back ones run natively over all of it at the switch.
+
+    Args:
+        ids: the context as it is now.
+        available: how many of its tokens the source's cache holds.
+        source_cache: the source's cache, of at least `available` tokens.
+        target: the model that might take over.
+        target_cache: its cache of a prefix of `ids`; is extended.
+        mapper: from source to target.
+        source: the model that speaks.
+        anchors: as for `hand_over`.
+        hold_back: as for `hand_over`.
+        should_stop: asked between layers.
+
+    Returns:
+        The span (start, stop) that was mapped; equal numbers when there was nothing to do.
+
+    Raises:
+        Cancelled: when asked to stop; the target's cache is then as it was before.
+    """
+    anchors, hold_back = resolved(mapper, anchors, hold_back)
+    before = length(target_cache)
+    stop = min(available, len(ids) - hold_back)
+    start = max(before, min(anchors, stop))
+    if stop <= start:
+        return before, before
+    reserve(target_cache, len(ids) + max(LEAST_SPARE, len(ids) // SPARE_SHARE))
+    try:
+        if start > before:
+            forward(target.model, ids[before:start], target_cache, keep=0, should_stop=should_stop)
+        map_blocks(mapper, source_cache, target_cache, start, stop, source.rotary, target.rotary, should_stop)
+    except BaseException:
+        truncate(target_cache, before)
+        raise
+    return start, stop
+
+
+def _append_slots(cache: Cache, count: int, mapper: KVMapper) -> None:
+    """Slots for tokens whose content comes later; allocates what the whole context needs."""
+    for t, layer in enumerate(cache.layers):
+        weight = mapper.key_weight[t]
+        layer.append_slots(count, mapper.target.kv_heads, mapper.target.head_dim, weight.dtype, weight.device)
 
 
 def prefill(

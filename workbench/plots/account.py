@@ -10,11 +10,13 @@ import plotly.graph_objects as go
 from workbench.plots.style import BLUE, GREEN, ORANGE, PURPLE, SKY, TEXT, VERMILION, layout, safe
 
 PARTS = {
+    "cache": ("new cache allocated", "#BBBBBB"),
     "anchors": ("anchors run natively", ORANGE),
     "map_strip": ("rotation removed", SKY),
     "map_product": ("matrix products", BLUE),
     "map_rotate": ("rotation put in", GREEN),
     "hold_back": ("held-back tokens run natively", PURPLE),
+    "ends": ("anchors and held-back tokens run natively", PURPLE),
     "prefill": ("true prefill", VERMILION),
 }
 

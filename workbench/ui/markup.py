@@ -38,6 +38,8 @@ PARTS = (
     ("map", "Mapping", "product"),
     ("anchors", "Anchors, native", "anchors"),
     ("hold_back", "Last tokens, native", "hold"),
+    ("ends", "First and last tokens, native", "hold"),
+    ("cache", "New cache", "other"),
     ("prefill", "Prefill", "prefill"),
 )
 
@@ -226,7 +228,7 @@ def account_view(
         (
             f"run {term('native', 'natively')}",
             account.native,
-            ms(_sum(account.ms, "anchors", "hold_back", "prefill")),
+            ms(_sum(account.ms, "anchors", "hold_back", "ends", "prefill")),
         ),
     ]
     rows = [(name, number(int(tokens)), time) for name, tokens, time in counts]
