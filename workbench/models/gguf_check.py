@@ -93,7 +93,7 @@ def check_gguf(path: Path) -> None:
 @functools.lru_cache(maxsize=64)
 def _check(path: Path, size: int, mtime_ns: int) -> None:
     try:
-        ask("gguf", str(path), seconds=SECONDS, megabytes=MEMORY_MB + 2 * size // 1_000_000)
+        ask("gguf", str(path), seconds=SECONDS, megabytes=MEMORY_MB + 2 * size // 1_000_000, patient=True)
     except (ChildError, ChildLimitError) as why:
         raise InputError(f"{path.name} cannot be read as a GGUF file: it {why}.") from None
 
