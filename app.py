@@ -40,7 +40,7 @@ def parse(arguments: list[str]) -> Settings:
     parser.add_argument("--max-memory", help="for example cpu=4GiB,0=10GiB")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     parser.add_argument("--queue", type=int, default=16, help="requests that may wait (default: 16)")
-    parser.add_argument("--debug", action="store_true", help="log tracebacks")
+    parser.add_argument("--debug", action="store_true", help="log words of errors and tracebacks")
     args = parser.parse_args(arguments)
     try:
         return Settings(
@@ -50,7 +50,7 @@ def parse(arguments: list[str]) -> Settings:
             direction=args.direction,
             host=args.host,
             port=args.port,
-            public=args.public,
+            public=args.public or bool(os.environ.get("SPACE_ID")),  # a Space is open to everybody
             device_map=args.device_map,
             dtype=args.dtype,
             max_memory=args.max_memory,

@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
+os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "50")  # kept for a monitoring page that is switched off
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from workbench.ui.page import build

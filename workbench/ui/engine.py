@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -210,7 +211,9 @@ class Engine:
         if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
             log.warning("out of memory: %s", error)
             return "There was not enough memory for this; try a shorter context or a smaller model."
-        log.error("unexpected %s", type(error).__name__, exc_info=error)
+        where = "".join(traceback.format_tb(error.__traceback__))
+        # The words of a foreign error may repeat what somebody wrote, so they are logged when asked for only.
+        log.error("unexpected %s\n%s%s", type(error).__name__, where, error if self.settings.debug else "")
         return (
             f"Something went wrong inside the program ({type(error).__name__}); the log has the details. "
             "You can go on."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.context import LocalContext
 
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.ui.engine import SIDES, Engine
@@ -29,7 +30,8 @@ def visit_of(engine: Engine, key: str | None) -> tuple[str, Visit]:
     visit = engine.visits.get(key)
     if visit is None:
         lost = LOST if key else ""
-        key = engine.visits.open()
+        request = LocalContext.request.get(None)  # of the event that is being handled
+        key = engine.visits.open(getattr(request, "session_hash", None))
         visit = engine.visits.get(key)
         assert visit is not None
         visit.notice = lost

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import Any
 
 import gradio as gr
+import huggingface_hub.constants
 
 from workbench.ui import links
 from workbench.ui.chat import ChatTab
@@ -44,6 +46,9 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
         Blocks with the queue set up; launch with `workbench.ui.theme.launch_options(settings)`.
     """
     settings = settings or Settings()
+    if settings.public:  # nor a token from a file, of somebody who logged in on this machine
+        os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
+        huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN = True
     engine = Engine(settings, host)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=True) as demo:
         key = gr.State(None)

@@ -15,6 +15,7 @@ from typing import Any
 from workbench.ui.jobs import StopFlag
 
 GRACE_SECONDS = 30.0
+UNSEEN_SECONDS = 3_600.0  # an unused visit without a tab (a script's) is then forgotten
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,12 @@ class Request:
     stop: StopFlag = field(default_factory=StopFlag)
 
 
-@dataclass
+@dataclass(eq=False)
 class Visit:
     """Everything of one visitor. Fields are only touched by that visitor's events."""
 
     host: Any
+    tab: str | None = None  # the browser tab's routing number, to notice that it was closed
     chat: Any = None
     pending: Request | None = None
     running: Request | None = None
@@ -63,28 +65,39 @@ class Visit:
 
 
 class Visits:
-    """The chats of all visitors, by secret key; the longest unused idle one goes when there are too many."""
+    """The chats of all visitors, by secret key; the longest unused idle one goes when there are too many.
+
+    Visits in which nothing was said go first, so that opening pages alone drives nobody's chat away.
+    """
 
     def __init__(self, default_host: Any, limit: int) -> None:
         self._default_host = default_host
         self._limit = limit
         self._visits: OrderedDict[str, Visit] = OrderedDict()
-        self._tabs: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def open(self, tab: str | None = None) -> str:
         """Makes a visit and returns its secret key."""
         key = secrets.token_urlsafe(24)
         with self._lock:
-            self._visits[key] = Visit(self._default_host)
-            if tab:
-                self._tabs[tab] = key
-            for old in list(self._visits):
-                if len(self._visits) <= self._limit:
-                    break
-                if old != key and not self._visits[old].busy:
-                    self._visits.pop(old).stop_all()
+            self._visits[key] = Visit(self._default_host, tab)
+            unseen = time.monotonic() - UNSEEN_SECONDS
+            for old, visit in list(self._visits.items()):
+                if visit.tab is None and visit.used < unseen and not visit.busy:
+                    self._drop(old)
+            for empty_only in (True, False):
+                for old, visit in list(self._visits.items()):
+                    if len(self._visits) <= self._limit:
+                        break
+                    if old != key and not visit.busy and not (empty_only and visit.chat is not None):
+                        self._drop(old)
         return key
+
+    def _drop(self, key: str) -> None:
+        """Forgets a visit; the lock is held."""
+        visit = self._visits.pop(key, None)
+        if visit is not None:
+            visit.stop_all()
 
     def get(self, key: str | None) -> Visit | None:
         """The visit of a key, or None when it was dropped (server restarted, too many chats)."""
@@ -107,18 +120,19 @@ class Visits:
 
     def tab_closed(self, tab: str | None) -> None:
         """Stops at once what a closed tab has running; frees its caches after a short grace."""
-        with self._lock:
-            key = self._tabs.pop(tab or "", None)
-            visit = self._visits.get(key or "")
-        if visit is None or key is None:
+        if not tab:
             return
-        visit.stop_all()
+        with self._lock:
+            closed = {key: visit for key, visit in self._visits.items() if visit.tab == tab}
         closed_at = time.monotonic()
+        for visit in closed.values():
+            visit.stop_all()
 
         def free() -> None:
             with self._lock:
-                if visit.used <= closed_at:
-                    self._visits.pop(key, None)
+                for key, visit in closed.items():
+                    if visit.used <= closed_at:
+                        self._drop(key)
 
         timer = threading.Timer(GRACE_SECONDS, free)
         timer.daemon = True

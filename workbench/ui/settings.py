@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 PUBLIC_JOB_SECONDS = 120.0
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "OAUTH_CLIENT_SECRET")
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Settings:
         source, target: Two model references that replace the named pair (hub id, folder or GGUF file).
         direction: Which of the two is the small one: `"up"` means that `source` is.
         host, port: Where the server listens.
-        public: Served to strangers: no free model references, small calibration runs only.
+        public: Served to strangers: no free model references, small calibration runs only, no token in reach.
         device_map, dtype, max_memory: Handed to the loader as they are.
         queue_size: Events that may wait; the next one gets "busy" at once.
         max_chats: Chats kept on the server; the oldest idle one is dropped when one more is needed.
@@ -49,6 +50,11 @@ class Settings:
     def __post_init__(self) -> None:
         if (self.source is None) != (self.target is None):
             raise ValueError("Give both --source and --target, or neither.")
+        tokens = [name for name in TOKENS if os.environ.get(name)]
+        if self.public and tokens:
+            raise ValueError(
+                f"A public page must not hold a token: unset {', '.join(tokens)} and start again."
+            )
 
     @property
     def on_space(self) -> bool:
