@@ -94,7 +94,7 @@ def test_wrong_direction_is_refused(saved):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.floats(0, 1), bit=st.integers(0, 7), name=st.sampled_from([TENSORS, MANIFEST]))
 def test_one_flipped_bit_is_never_accepted_as_other_numbers(made, tmp_path_factory, position, bit, name):
-    """A flip in the tensors is always refused; one in the manifest is refused or reads as another manifest."""
+    """A flip is refused wherever it is."""
     folder = tmp_path_factory.mktemp("flip") / "mapper"
     artefact.save(folder, *made)
     before = artefact.read_manifest(folder)
@@ -106,8 +106,7 @@ def test_one_flipped_bit_is_never_accepted_as_other_numbers(made, tmp_path_facto
         _, manifest = artefact.load(folder, before.source, before.target, before.direction)
     except ArtefactError:
         return
-    assert name == MANIFEST
-    assert manifest.tensors_sha256 == before.tensors_sha256
+    assert name == MANIFEST and manifest == before  # the flip was in white space
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -164,7 +163,7 @@ def rewrite_header(folder, change):
         (lambda h: h["value.1.bias"].update(dtype=["F16"]), "value.1.bias"),
         (
             lambda h: h.update({f"t{i}": h["key.0.bias"] for i in range(100_000)}),
-            "unknown tensor|no safetensors",
+            "far more than 16 tensors need",
         ),
     ],
 )
@@ -179,6 +178,9 @@ def test_overlapping_offsets_and_absurd_numbers_are_refused(saved):
     path = saved / MANIFEST
     data = json.loads(path.read_text())
     data["tensors_sha256"] = hashlib.sha256((saved / TENSORS).read_bytes()).hexdigest()
+    with pytest.raises(ArtefactError, match="manifest's sum does not fit"):
+        Manifest.from_json(data)
+    del data["sum"]
     path.write_text(json.dumps(data))
     with pytest.raises(ArtefactError, match="no valid safetensors"):
         artefact.load(saved)

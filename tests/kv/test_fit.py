@@ -104,7 +104,7 @@ def test_kept_sums_fit_other_settings_without_reading_again(twins, tmp_path):
     resumed, _, report = fit(source, target, TEXTS, FitOptions(16, 64, top_k=2), direction="up", state_file=sums,
                              resume=True, keep_state=True, progress=lambda share, text: said.append(text))  # fmt: skip
     whole, _, _ = fit(source, target, TEXTS, FitOptions(16, 64, top_k=2), direction="up")
-    assert said[0].startswith("solved") and report.tokens == 14 * 60
+    assert said[0].startswith("chose") and report.tokens == 14 * 60
     assert resumed.key_layers == whole.key_layers
     torch.testing.assert_close(resumed.key_weight[0], whole.key_weight[0], rtol=1e-3, atol=1e-4)
 
@@ -112,12 +112,12 @@ def test_kept_sums_fit_other_settings_without_reading_again(twins, tmp_path):
 def test_state_of_another_fit_is_not_used(twins, tmp_path):
     source, target = twins
     gatherer = Gatherer(source, target, OPTIONS)
-    gatherer.add(random_ids(64), held_out=False)
-    FitState(tmp_path / "s", "one").save(gatherer.moments, 1)
-    assert FitState(tmp_path / "s", "other").restore(gatherer.moments) == 0
-    assert FitState(tmp_path / "s", "one").restore(gatherer.moments) == 1
+    gatherer.add(random_ids(64), "fit")
+    FitState(tmp_path / "s", "one").save(gatherer.parts, 1)
+    assert FitState(tmp_path / "s", "other").restore(gatherer.parts) == 0
+    assert FitState(tmp_path / "s", "one").restore(gatherer.parts) == 1
     (tmp_path / "s").write_bytes(b"torn")
-    assert FitState(tmp_path / "s", "one").restore(gatherer.moments) == 0
+    assert FitState(tmp_path / "s", "one").restore(gatherer.parts) == 0
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,14 @@ def test_state_of_another_fit_is_not_used(twins, tmp_path):
         {"hold_back": 0},
         {"anchors": -1},
         {"stride": 0},
+        {"selection": "best"},
+        {"objective": "x"},
+        {"features": "all"},
+        {"rank": -1},
+        {"rank": 4, "top_k": None},
+        {"mlp": 8},
+        {"mlp": 8, "rank": 4, "features": "own"},
+        {"polish": 5, "rank": 0},
     ],
 )
 def test_bad_options_are_refused(wrong):
@@ -144,3 +152,71 @@ def test_too_little_text_and_other_vocabularies_are_refused(twins):
     other = wrap(tiny_model("llama", 1, vocab_size=640), tiny_tokenizer(), "other")
     with pytest.raises(IncompatiblePairError):
         fit(source, other, TEXTS, OPTIONS, direction="up")
+
+
+@pytest.fixture(scope="module")
+def strangers():
+    """Two random models of unequal geometry."""
+    tokenizer = tiny_tokenizer()
+    return wrap(tiny_model("qwen3", 1), tokenizer, "small"), wrap(tiny_model("llama", 2), tokenizer, "large")
+
+
+@pytest.mark.parametrize("objective", ["plain", "attention"])
+@pytest.mark.parametrize("features", ["own", "both"])
+def test_low_rank_of_a_linear_pair_needs_no_more_than_the_hidden_size(twins, tmp_path, features, objective):
+    """All keys and values come out of one residual stream per layer: enough coordinates lose nothing."""
+    source, target = twins
+    options = FitOptions(
+        24, 64, top_k=99, ridge=1e-4, rank=96, features=features, objective=objective, anchors=2
+    )
+    mapper, manifest, report = fit(source, target, TEXTS, options, direction="up")
+    assert report.r2_k > 0.95 and report.r2_v > 0.95
+    assert (mapper.rank, mapper.features, manifest.objective) == (96, features, objective)
+    artefact.save(tmp_path / "m", mapper, manifest)
+    loaded, _ = artefact.load(tmp_path / "m", source.identity, target.identity, "up")
+    assert loaded.flops_per_token == report.flops_per_token == 2 * report.parameters
+
+
+def test_both_features_see_more_than_own_ones(strangers):
+    source, target = strangers
+    found = {
+        features: fit(
+            source, target, TEXTS, FitOptions(24, 64, top_k=3, ridge=1e-2, features=features), direction="up"
+        )
+        for features in ("own", "both")
+    }
+    assert found["both"][2].r2_v > found["own"][2].r2_v
+    assert found["both"][2].features == 2 * found["own"][2].features - 1
+    assert found["both"][0].key_weight[0].shape[0] == 2 * found["own"][0].key_weight[0].shape[0]
+
+
+def test_choices_are_not_made_by_the_tokens_that_are_reported(strangers, monkeypatch):
+    """Garbage in the reported set changes the report, and nothing that was fitted."""
+    source, target = strangers
+    options = FitOptions(16, 64, top_k=None, ridge=None, selection="greedy")
+    plain, _, before = fit(source, target, TEXTS, options, direction="up")
+    real = Gatherer.add
+
+    def spoil(self, ids, part):
+        real(self, list(reversed(ids)) if part == "report" else ids, part)
+
+    monkeypatch.setattr(Gatherer, "add", spoil)
+    spoilt, _, after = fit(source, target, TEXTS, options, direction="up")
+    assert plain.key_layers == spoilt.key_layers
+    torch.testing.assert_close(plain.key_weight[1], spoilt.key_weight[1], rtol=0, atol=0)
+    assert before.r2_k != after.r2_k
+    assert before.chosen_tokens == before.heldout_tokens == 2 * 60 and before.tokens == 14 * 60
+
+
+def test_an_mlp_and_a_polish_are_judged_and_never_lose(strangers, tmp_path):
+    source, target = strangers
+    options = FitOptions(
+        16, 192, top_k=99, ridge=1e-2, rank=16, features="both", mlp=8, polish=3, hold_back=4
+    )
+    mapper, manifest, report = fit(source, target, TEXTS, options, direction="up", state_file=tmp_path / "s")
+    assert report.mlp["choose_error_share"] <= 1.0 and "r2_v_without" in report.mlp
+    assert report.polish_kl[-1] > 0 and len(report.polish_kl) == 2
+    assert list(tmp_path.iterdir()) == []
+    artefact.save(tmp_path / "m", mapper, manifest)
+    loaded, read = artefact.load(tmp_path / "m", source.identity, target.identity, "up")
+    assert (read.hidden, read.ranks, read.polish) == (8, (16,), 3) and loaded.hidden == 8

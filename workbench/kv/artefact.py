@@ -89,7 +89,7 @@ class Manifest:
             data = {name: value for name, value in data.items() if name not in _SINCE_2}
         for side in ("source", "target"):
             data[side]["spec"] = getattr(self, side).spec.to_json()
-        return data
+        return data if self.format == 1 else data | {"sum": _sum(data)}
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
@@ -100,6 +100,8 @@ class Manifest:
         """
         if not isinstance(data, dict):
             raise ArtefactError("The manifest is not a JSON object.")
+        data = dict(data)
+        stated = data.pop("sum", None)
         if data.get("format") not in READABLE or isinstance(data["format"], bool):
             raise ArtefactError(
                 f"The manifest's format is {data.get('format')!r}, this program reads "
@@ -137,7 +139,18 @@ class Manifest:
                 raise ArtefactError(f"The manifest's features must be one of: {', '.join(FEATURES)}.")
         for name in ("key_layers", "value_layers"):
             values[name] = _layers_from_json(name, values[name], values["source"].spec, values["target"].spec)
+        if stated is not None and stated != _sum(data):
+            raise ArtefactError(
+                "The manifest's sum does not fit its fields: it was changed after it was written.",
+                "Fetch the mapper again or fit it again.",
+            )
         return cls(**values)
+
+
+def _sum(data: dict[str, Any]) -> str:
+    """A checksum of all other fields, as they are after a way through JSON."""
+    plain = json.loads(json.dumps(data))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 _SINCE_2: dict[str, type | tuple[type, ...]] = {
@@ -241,9 +254,11 @@ def read_manifest(folder: Path) -> Manifest:
         ArtefactError: when it is missing, too large, no JSON, or has a wrong field.
     """
     folder = Path(folder)
-    if not folder.exists() and _old(folder).exists():
-        with _locked(folder):
-            _restore(folder)
+    with _reading(folder):
+        return _manifest_of(folder)
+
+
+def _manifest_of(folder: Path) -> Manifest:
     path = folder / MANIFEST
     _check_plain_file(path)
     if path.stat().st_size > MANIFEST_LIMIT:
@@ -276,13 +291,14 @@ def load(
         ArtefactError: naming the field that does not fit, or what is damaged.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    verify(manifest, source, target, direction)
-    path = folder / TENSORS
-    _check_plain_file(path)
-    names = _expected_shapes(manifest)
-    _check_header(path, {_stored(name): shape for name, shape in names.items()})
-    blob = path.read_bytes()
+    with _reading(folder):
+        manifest = _manifest_of(folder)
+        verify(manifest, source, target, direction)
+        path = folder / TENSORS
+        _check_plain_file(path)
+        names = _expected_shapes(manifest)
+        _check_header(path, {_stored(name): shape for name, shape in names.items()})
+        blob = path.read_bytes()
     if hashlib.sha256(blob).hexdigest() != manifest.tensors_sha256:
         raise ArtefactError(
             f"The field tensors_sha256 of {folder.name!r} does not fit {TENSORS}: the file was changed or belongs to "
@@ -387,6 +403,10 @@ def _check_header(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         header_length = int.from_bytes(file.read(8), "little")
         if header_length > min(size - 8, HEADER_LIMIT) or header_length < 2:
             raise ArtefactError(f"{path.name} is cut off, or is no safetensors file.")
+        if header_length > 4_096 + 512 * len(shapes):  # three times what names, shapes and offsets take
+            raise ArtefactError(
+                f"{path.name} has a header of {header_length:,} bytes, far more than {len(shapes)} tensors need."
+            )
         try:
             header = json.loads(file.read(header_length))
         except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of absurd length
@@ -447,11 +467,24 @@ def _sweep(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _reading(folder: Path) -> Iterator[None]:
+    """Both files belong to one save: nobody writes meanwhile, and what a kill left behind is put right first."""
+    if not folder.exists() and _old(folder).exists():
+        with _locked(folder):
+            _restore(folder)
+    if not folder.parent.is_dir():
+        yield  # what is missing will be said
+        return
+    with _locked(folder, fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
+def _locked(folder: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
     """One writer at a time; the lock is on the parent folder and goes with the process, so a kill leaves nothing."""
     handle = os.open(folder.parent, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, kind)
         yield
     finally:
         os.close(handle)

@@ -1,8 +1,10 @@
-"""Fitting a mapper: calibration text -> captured caches -> moments -> ridge -> `KVMapper` and its manifest.
+"""Fitting a mapper: calibration text -> captured caches -> moments -> closed form -> `KVMapper` and its manifest.
 
-Both models read the same token ids. Their keys with the rotation removed, and their values, are added to moments: most
-sequences to the ones that are fitted, every eighth to the ones that everything is judged by. The first `anchors` tokens
-of a sequence are left out: they are attention sinks with unusual keys and values, which the target runs natively later.
+`workbench.kv.gather` reads the text with both models. Then, for keys and values of every target layer, source layers and
+ridge are chosen by tokens that are held out for that, and the map is solved: one matrix per target layer
+(`workbench.kv.ridge`), or with `rank` a low-rank map that all target layers share (`workbench.kv.lowrank`), in the plain
+metric or in one that knows attention (`workbench.kv.attention`). An MLP (`workbench.kv.mlp`) and a few hundred steps of
+gradient descent (`workbench.kv.polish`) can follow. What is reported comes from tokens that neither fitted nor chose.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import random
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -21,37 +23,44 @@ import torch
 from torch import Tensor
 
 from workbench.errors import Cancelled, InputError
+from workbench.kv import lowrank
 from workbench.kv.artefact import Manifest
-from workbench.kv.cache import layer_tensors, new_cache
-from workbench.kv.forward import forward
-from workbench.kv.mapper import KVMapper, side_by_side
-from workbench.kv.moments import Moments
-from workbench.kv.ridge import RidgeSolver, Solution
+from workbench.kv.attention import root
+from workbench.kv.gather import PARTS_EVERY, Gatherer, part_of
+from workbench.kv.mapper import FEATURES, KVMapper, hidden_coordinates
+from workbench.kv.ridge import RidgeSolver, columns_of, head_r2
 from workbench.kv.spec import check_pair
 from workbench.kv.state import FitState
 
 if TYPE_CHECKING:
     from workbench.models.loading import LoadedModel
 
-HELD_OUT_EVERY = 8
 SHORTEST_SEQUENCE = 32
 P_OVER_N_WARNING = 0.2
+SELECTIONS, OBJECTIVES = ("ranked", "greedy"), ("plain", "attention")
 Progress = Callable[[float, str], None]
+Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to fit. `top_k` and `ridge` of None mean: chosen per target layer by held-out R².
+    """How to fit. `top_k` and `ridge` of None mean: chosen by held-out error, per target layer in the full form.
 
     Attributes:
         sequences: how many pieces of text to read.
         length: tokens a piece.
         stride: use every `stride`-th token of a piece.
-        top_k: source layers a target layer, at most all.
+        top_k: source layers a target layer, at most all. In the low-rank form all target layers read the same ones.
         ridge: strength, relative to the mean variance of the features.
         anchors: first tokens that are left out, and later run natively.
         hold_back: recommended number of last tokens to run natively.
         seed: of the choice of pieces.
+        selection: how source layers are put in order: "ranked" (each alone) or "greedy" (what each adds).
+        objective: "plain", or "attention": errors count as the target's attention notices them.
+        features: "own": keys from keys, values from values; "both": each from keys and values.
+        rank: coordinates of the low-rank form (for keys and for values each with own features); 0: the full form.
+        mlp: width of two hidden layers that add nonlinear coordinates, 0 for none; needs rank and both features.
+        polish: steps of gradient descent on the target's own KL after the closed form; needs rank.
     """
 
     sequences: int = 96
@@ -62,6 +71,12 @@ class FitOptions:
     anchors: int = 4
     hold_back: int = 16
     seed: int = 0
+    selection: str = "ranked"
+    objective: str = "plain"
+    features: str = "own"
+    rank: int = 0
+    mlp: int = 0
+    polish: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be fitted.
@@ -69,10 +84,8 @@ class FitOptions:
         Raises:
             InputError: naming the option.
         """
-        if self.sequences < HELD_OUT_EVERY:
-            raise InputError(
-                f"At least {HELD_OUT_EVERY} sequences are needed, {self.sequences} were asked for."
-            )
+        if self.sequences < PARTS_EVERY:
+            raise InputError(f"At least {PARTS_EVERY} sequences are needed, {self.sequences} were asked for.")
         if self.length < SHORTEST_SEQUENCE:
             raise InputError(f"A sequence must have at least {SHORTEST_SEQUENCE} tokens, not {self.length}.")
         if not 1 <= self.stride < self.length - self.anchors or not 0 <= self.anchors < self.length:
@@ -83,11 +96,32 @@ class FitOptions:
             raise InputError("The ridge must be a number above 0.")
         if self.hold_back < 1:
             raise InputError("At least the last token must be held back (hold_back 1 or more).")
+        for name, known in (("selection", SELECTIONS), ("objective", OBJECTIVES), ("features", FEATURES)):
+            if getattr(self, name) not in known:
+                raise InputError(
+                    f"The {name} must be one of: {', '.join(known)}; not {getattr(self, name)!r}."
+                )
+        if min(self.rank, self.mlp, self.polish) < 0:
+            raise InputError("Rank, MLP width and polish steps cannot be below 0.")
+        if self.rank and self.top_k is None:
+            raise InputError("The low-rank form needs a number of source layers (top_k), or all.")
+        if self.mlp and not (self.rank and self.features == "both"):
+            raise InputError(
+                "An MLP adds to a low-rank map that reads keys and values.", "Set a rank and both features."
+            )
+        if self.polish and not self.rank:
+            raise InputError("Only a low-rank map can be polished.", "Set a rank.")
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a fit found. R² is held out, averaged over layers and heads; `r2_*_by_head` is [layer][head]."""
+    """What a fit found.
+
+    R² is averaged over layers and heads, on tokens that neither fitted nor chose anything (`heldout_tokens` of them);
+    `r2_*_by_head` is [layer][head]. Of what was fitted on, `chosen_tokens` were first used to choose source layers and
+    ridge. `mlp` compares with and without the hidden layers; `polish_kl` is the KL on held-out pieces at the start of the
+    polish and at every look.
+    """
 
     tokens: int
     heldout_tokens: int
@@ -99,6 +133,11 @@ class FitReport:
     r2_k_by_head: list[list[float]]
     r2_v_by_head: list[list[float]]
     peak_rss_mb: float
+    chosen_tokens: int = 0
+    parameters: int = 0
+    flops_per_token: int = 0
+    mlp: dict[str, float] | None = None
+    polish_kl: tuple[float, ...] = ()
 
     @property
     def warning(self) -> str:
@@ -128,10 +167,10 @@ def cut_sequences(tokenizer: Any, texts: Sequence[str], options: FitOptions) -> 
             piece = first + ids[start : start + step]
             if len(piece) >= max(SHORTEST_SEQUENCE, options.anchors + options.stride + 1):
                 pieces.append(piece)
-    if len(pieces) < HELD_OUT_EVERY:
+    if len(pieces) < PARTS_EVERY:
         raise InputError(
             f"The calibration text gives only {len(pieces)} pieces of {options.length} tokens, at least "
-            f"{HELD_OUT_EVERY} are needed.",
+            f"{PARTS_EVERY} are needed.",
             "Give more or longer text, or a smaller length.",
         )
     # Full pieces first: a document's short last piece would waste the budget.
@@ -183,52 +222,47 @@ def fit(
     """
     check_pair(source.spec, target.spec)
     tell = progress or (lambda share, text: None)
+
+    def check() -> None:
+        if should_stop and should_stop():
+            raise Cancelled("The fit was stopped.")
+
     sequences = cut_sequences(source.tokenizer, texts, options)
     gatherer = Gatherer(source, target, options)
-    gathered = (sequences, options.anchors, options.stride, source.identity, target.identity)
-    digest = hashlib.sha256(repr(gathered).encode()).hexdigest()
+    digest = _digest(sequences, options, source, target)
     state = FitState(state_file, digest) if state_file else None
-    done = state.restore(gatherer.moments) if state and resume else 0
+    done = state.restore(gatherer.parts) if state and resume else 0
 
     clock = perf_counter()
     for index in range(done, len(sequences)):
-        if should_stop and should_stop():
-            raise Cancelled("The fit was stopped.")
-        gatherer.add(sequences[index], held_out=index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
+        check()
+        gatherer.add(sequences[index], part_of(index))
         if state:
-            state.save_if_due(gatherer.moments, index + 1)
-        tell(0.8 * (index + 1) / len(sequences), f"read {index + 1} of {len(sequences)} sequences")
-    capture_seconds = perf_counter() - clock
+            state.save_if_due(gatherer.parts, index + 1)
+        tell(0.7 * (index + 1) / len(sequences), f"read {index + 1} of {len(sequences)} sequences")
+    seconds = {"capture": perf_counter() - clock}
     if state and keep_state and done < len(sequences):
-        state.save(gatherer.moments, len(sequences))
+        state.save(gatherer.parts, len(sequences))
 
     clock = perf_counter()
-    solutions: dict[str, list[Solution]] = {}
-    r2: dict[str, list[list[float]]] = {}
-    for kind in ("key", "value"):
-        moments = gatherer.moments
-        solver = RidgeSolver(
-            moments[kind], moments[f"{kind}_heldout"], source.spec.layers, target.spec.layers
-        )
-        solutions[kind], r2[kind] = [], []
-        for t in range(target.spec.layers):
-            if should_stop and should_stop():
-                raise Cancelled("The fit was stopped.")
-            solution = solver.choose(t, target.spec.kv_heads, options.top_k, options.ridge)
-            solutions[kind].append(solution)
-            r2[kind].append(solver.r2(t, solution, target.spec.kv_heads).tolist())
-            share = (t + 1 + (kind == "value") * target.spec.layers) / (2 * target.spec.layers)
-            tell(0.8 + 0.2 * share, f"solved the {kind}s of {t + 1} of {target.spec.layers} layers")
-    solve_seconds = perf_counter() - clock
+    solve = _solve_low_rank if options.rank else _solve_full
+    mapper, ridges = solve(gatherer, options, lambda share, text: tell(0.7 + 0.15 * share, text), check)
+    extra: dict[str, Any] = {}
+    if options.mlp:
+        mapper, extra["mlp"] = _add_mlp(mapper, gatherer, options, state, tell, check)
+    seconds["solve"] = perf_counter() - clock
+    if options.polish:
+        clock = perf_counter()
+        mapper, extra["polish_kl"] = _polish(mapper, gatherer, sequences, options, tell, check)
+        seconds["polish"] = perf_counter() - clock
 
-    mapper = _build(source, target, solutions, options)
-    report = _report(gatherer, solutions, r2, capture_seconds, solve_seconds)
+    report = _report(gatherer, mapper, seconds, extra)
     text_sum = hashlib.sha256(repr(sequences).encode()).hexdigest()
     manifest = Manifest(
         direction=direction,
         source=source.identity,
         target=target.identity,
-        objective="plain",
+        objective=options.objective,
         top_k=options.top_k or "auto",
         ridge=options.ridge or "auto",
         anchors=options.anchors,
@@ -241,87 +275,259 @@ def fit(
         },
         held_out={
             "r2_k": report.r2_k, "r2_v": report.r2_v, "tokens": report.heldout_tokens,
-            "features": report.features, "p_over_n": report.p_over_n,
+            "features": report.features, "p_over_n": report.p_over_n, "ridges": ridges,
+            "chosen_by_tokens": report.chosen_tokens,
         },
         versions={name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+        selection=options.selection,
+        polish=options.polish,
+        features=mapper.features,
+        ranks=tuple(matrix.shape[1] for matrix in mapper.reduce),
+        hidden=mapper.hidden,
     )  # fmt: skip
     if state and not keep_state:
         state.discard()
     return mapper, manifest, report
 
 
-class Gatherer:
-    """Runs both models over token ids and adds their caches to moments, keys and values apart."""
-
-    def __init__(self, source: LoadedModel, target: LoadedModel, options: FitOptions) -> None:
-        self.source, self.target, self.options = source, target, options
-        features = source.spec.layers * source.spec.kv_width
-        outputs = target.spec.layers * target.spec.kv_width
-        names = ("key", "value", "key_heldout", "value_heldout")
-        self.moments = {name: Moments(features, outputs) for name in names}
-
-    def add(self, ids: Sequence[int], held_out: bool) -> None:
-        """Run both models over one sequence and count in every `stride`-th token after the anchors."""
-        rows = slice(self.options.anchors, None, self.options.stride)
-        key_x, value_x = cache_rows(self.source, ids, rows)
-        key_y, value_y = cache_rows(self.target, ids, rows)
-        ending = "_heldout" if held_out else ""
-        self.moments[f"key{ending}"].add(key_x, key_y)
-        self.moments[f"value{ending}"].add(value_x, value_y)
+def _digest(sequences: list[list[int]], options: FitOptions, source: LoadedModel, target: LoadedModel) -> str:
+    """Of everything that the gathered sums depend on; what is only solved from them is left out."""
+    gathered = (sequences, options.anchors, options.stride, options.features, options.objective, bool(options.mlp),
+                source.identity, target.identity)  # fmt: skip
+    return hashlib.sha256(repr(gathered).encode()).hexdigest()
 
 
-def cache_rows(model: LoadedModel, ids: Sequence[int], rows: slice) -> tuple[Tensor, Tensor]:
-    """A model's keys before rotation and its values for the chosen tokens.
-
-    Returns:
-        Two float32 tensors (tokens, layers * kv_width) on the CPU, ordered by layer, then head.
-    """
-    cache = new_cache(model.spec.layers, len(ids))
-    forward(model.model, ids, cache, keep=0)
-    keys, values = [], []
-    for layer in range(model.spec.layers):
-        k_rot, v = layer_tensors(cache, layer)
-        keys.append(side_by_side(model.rotary.strip(k_rot, layer=layer))[rows].to("cpu", torch.float32))
-        values.append(side_by_side(v)[rows].to("cpu", torch.float32))
-    return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+def _outputs(gatherer: Gatherer, kind: str, t: int) -> slice:
+    """Where one target layer's keys or values stand among the gathered outputs."""
+    spec = gatherer.target.spec
+    first = spec.layers if gatherer.kinds == ("both",) and kind == "value" else 0
+    return slice((first + t) * spec.kv_width, (first + t + 1) * spec.kv_width)
 
 
-def _build(
-    source: LoadedModel, target: LoadedModel, solutions: dict[str, list[Solution]], options: FitOptions
-) -> KVMapper:
-    keys, values = solutions["key"], solutions["value"]
-    return KVMapper(
-        source=source.spec,
-        target=target.spec,
-        key_layers=tuple(solution.layers for solution in keys),
-        value_layers=tuple(solution.layers for solution in values),
-        key_weight=tuple(solution.weight.float() for solution in keys),
-        key_bias=tuple(solution.bias.float() for solution in keys),
-        value_weight=tuple(solution.weight.float() for solution in values),
-        value_bias=tuple(solution.bias.float() for solution in values),
-        anchors=options.anchors,
-        hold_back=options.hold_back,
+def _solver(gatherer: Gatherer, kind: str) -> RidgeSolver:
+    spec, sums = gatherer.target.spec, gatherer.kinds[0] if len(gatherer.kinds) == 1 else kind
+    return RidgeSolver(
+        gatherer.moments(sums), gatherer.rows(f"{sums}_choose"), gatherer.source.spec.layers, spec.kv_heads,
+        spec.kv_width, kinds=1 + (gatherer.kinds == ("both",)),
+    )  # fmt: skip
+
+
+def _solve_full(
+    gatherer: Gatherer, options: FitOptions, tell: Progress, check: Check
+) -> tuple[KVMapper, dict[str, Any]]:
+    """A matrix per target layer: choose everything first, then solve with the choosing tokens joined."""
+    spec = gatherer.target.spec
+    chosen: dict[str, list[tuple[tuple[int, ...], float]]] = {}
+    for kind in ("key", "value"):
+        solver = _solver(gatherer, kind)
+        chosen[kind] = []
+        for t in range(spec.layers):
+            check()
+            outputs = _outputs(gatherer, kind, t)
+            chosen[kind].append(
+                solver.choose(outputs, options.top_k, options.ridge, options.selection, check)
+            )
+            share = (t + 1 + (kind == "value") * spec.layers) / (2 * spec.layers)
+            tell(0.8 * share, f"chose source layers for the {kind}s of {t + 1} of {spec.layers} layers")
+    gatherer.join_chosen()
+    weights: dict[str, tuple[Tensor, ...]] = {}
+    for kind in ("key", "value"):
+        solver, found = _solver(gatherer, kind), []
+        for t, (layers, ridge) in enumerate(chosen[kind]):
+            check()
+            found.append(solver.solve(_outputs(gatherer, kind, t), layers, ridge))
+            share = (t + 1 + (kind == "value") * spec.layers) / (2 * spec.layers)
+            tell(0.8 + 0.2 * share, f"solved the {kind}s of {t + 1} of {spec.layers} layers")
+        weights[f"{kind}_weight"] = tuple(solution.weight.float() for solution in found)
+        weights[f"{kind}_bias"] = tuple(solution.bias.float() for solution in found)
+    key_layers, value_layers = (tuple(layers for layers, _ in chosen[kind]) for kind in ("key", "value"))
+    mapper = KVMapper(
+        gatherer.source.spec, spec, key_layers, value_layers, **weights, anchors=options.anchors,
+        hold_back=options.hold_back, features=options.features,
+    )  # fmt: skip
+    return mapper, {kind: [ridge for _, ridge in chosen[kind]] for kind in chosen}
+
+
+def _metric(gatherer: Gatherer, kind: str) -> Tensor:
+    """D of the low-rank objective for the gathered outputs of "key", "value" or "both"."""
+    spec, attention = gatherer.target.spec, gatherer.attention
+    if attention is None:  # every head counts alike
+        variance = gatherer.moments(kind).var_y(slice(None)).view(-1, spec.head_dim).sum(1)
+        return variance.clamp_min(1e-12).rsqrt().repeat_interleave(spec.head_dim)
+    keys, values = (root(m).flatten(0, 1) for m in attention.metrics(gatherer.target, gatherer.target.rotary))
+    return {"key": keys, "value": values, "both": torch.cat((keys, values))}[kind]
+
+
+def _solve_low_rank(
+    gatherer: Gatherer, options: FitOptions, tell: Progress, check: Check
+) -> tuple[KVMapper, dict[str, Any]]:
+    """Thin matrices that all target layers share."""
+    source, target = gatherer.source.spec, gatherer.target.spec
+    assert options.top_k is not None
+    k, kinds = min(options.top_k, source.layers), 1 + (gatherer.kinds == ("both",))
+    layers: dict[str, tuple[int, ...]] = {}
+    ridges: dict[str, float] = {}
+    for kind in gatherer.kinds:
+        check()
+        tell(0.1, "choosing source layers and ridge")
+        moments, everything = gatherer.moments(kind), slice(None)
+        chosen = list(range(source.layers))
+        if k < source.layers:
+            chosen = _solver(gatherer, kind).greedy(everything, options.ridge or 1e-2, k)
+        layers[kind] = tuple(sorted(chosen))
+        columns = columns_of(layers[kind], source.kv_width, source.layers, kinds)
+        spread = moments.var_y(everything).view(-1, target.head_dim).sum(1).clamp_min(1e-12).sqrt()
+        ridges[kind] = options.ridge or lowrank.choose_ridge(
+            moments, gatherer.rows(f"{kind}_choose"), columns, spread.repeat_interleave(target.head_dim),
+            lowrank.RIDGE_LADDER,
+        )  # fmt: skip
+    gatherer.join_chosen()
+    maps = {}
+    for kind in gatherer.kinds:
+        check()
+        tell(0.4, f"solving the low-rank map of {'keys and values' if kind == 'both' else kind + 's'}")
+        columns = columns_of(layers[kind], source.kv_width, source.layers, kinds)
+        maps[kind] = lowrank.reduced_rank(
+            gatherer.moments(kind), columns, ridges[kind], options.rank, _metric(gatherer, kind)
+        )
+    by_layer: dict[str, tuple[Tensor, ...]] = {}
+    for kind in ("key", "value"):
+        found = maps[kind if len(maps) == 2 else "both"]
+        at = [_outputs(gatherer, kind, t) for t in range(target.layers)]
+        by_layer[f"{kind}_weight"] = tuple(found.weight[:, outputs].float().contiguous() for outputs in at)
+        by_layer[f"{kind}_bias"] = tuple(found.bias[outputs].float() for outputs in at)
+    key_layers, value_layers = layers[gatherer.kinds[0]], layers[gatherer.kinds[-1]]
+    mapper = KVMapper(
+        source, target, (key_layers,) * target.layers, (value_layers,) * target.layers, **by_layer,
+        anchors=options.anchors, hold_back=options.hold_back, features=options.features,
+        reduce=tuple(found.reduce.float() for found in maps.values()),
+    )  # fmt: skip
+    return mapper, ridges
+
+
+def _add_mlp(
+    mapper: KVMapper,
+    gatherer: Gatherer,
+    options: FitOptions,
+    state: FitState | None,
+    tell: Progress,
+    check: Check,
+) -> tuple[KVMapper, dict[str, float]]:
+    """The same mapper with hidden layers, and its held-out R² without and with them."""
+    from workbench.kv.mlp import train_mlp
+
+    spec, source = mapper.target, mapper.source
+    linear = lowrank.LowRank(
+        mapper.reduce[0],
+        torch.cat((*mapper.key_weight, *mapper.value_weight), dim=1),
+        torch.cat((*mapper.key_bias, *mapper.value_bias)),
     )
+    columns = columns_of(mapper.key_layers[0], source.kv_width, source.layers, 2)
+    checkpoint = state.path.with_name(state.path.name + ".mlp") if state else None
+    trained = train_mlp(
+        linear, columns, gatherer.rows("both_fitted"), gatherer.rows("both_choose"), _metric(gatherer, "both"),
+        options.mlp, device=gatherer.target.layer_devices[0], checkpoint=checkpoint,
+        digest=f"{state.digest if state else ''} {options}",
+        progress=lambda share, text: tell(0.85 + 0.05 * share, text), check=check,
+    )  # fmt: skip
+    readouts = trained.readout.split(spec.kv_width, dim=1)
+    with_mlp = replace(
+        mapper,
+        mlp=trained.layers,
+        key_weight=tuple(
+            torch.cat(pair) for pair in zip(mapper.key_weight, readouts[: spec.layers], strict=True)
+        ),
+        value_weight=tuple(
+            torch.cat(pair) for pair in zip(mapper.value_weight, readouts[spec.layers :], strict=True)
+        ),
+    )
+    compared = {}
+    for name, each in (("without", mapper), ("with", with_mlp)):
+        for kind, r2 in held_out_r2(each, gatherer).items():
+            compared[f"r2_{kind[0]}_{name}"] = float(torch.tensor(r2).mean())
+    return with_mlp, compared | {"choose_error_share": min(trained.errors)}
+
+
+def _polish(
+    mapper: KVMapper,
+    gatherer: Gatherer,
+    sequences: list[list[int]],
+    options: FitOptions,
+    tell: Progress,
+    check: Check,
+) -> tuple[KVMapper, tuple[float, ...]]:
+    from workbench.kv.polish import MOST_JUDGED, MOST_PIECES, long_enough, polish, record
+
+    recorded: dict[str, list[Any]] = {"fit": [], "choose": []}
+    limits = {"fit": MOST_PIECES, "choose": MOST_JUDGED}
+    for index, ids in enumerate(sequences):
+        part = part_of(index)
+        if (
+            part in limits
+            and len(recorded[part]) < limits[part]
+            and long_enough(ids, options.anchors, options.hold_back)
+        ):
+            check()
+            recorded[part].append(record(gatherer.source, gatherer.target, ids, options.anchors))
+            tell(0.9, f"polish: read {len(recorded['fit'])} pieces")
+    if not recorded["fit"] or not recorded["choose"]:
+        raise InputError("The pieces of text are too short to polish on.", "Use a larger length.")
+    done = polish(
+        mapper, gatherer.target, recorded["fit"], recorded["choose"], options.polish, seed=options.seed,
+        progress=lambda share, text: tell(0.9 + 0.1 * share, text), check=check,
+    )  # fmt: skip
+    return done.mapper, done.kl
+
+
+@torch.inference_mode()
+def held_out_r2(mapper: KVMapper, gatherer: Gatherer) -> dict[str, list[list[float]]]:
+    """R² of keys (before rotation) and values on the reporting tokens: "key" and "value" -> [layer][head]."""
+    spec, found = mapper.target, {}
+    source_layers, width = mapper.source.layers, mapper.source.kv_width
+    kinds = 1 + (mapper.features == "both")
+    for kind in ("key", "value"):
+        kept = gatherer.rows(f"{kind if kinds == 1 else 'both'}_report")
+        layers, rows = getattr(mapper, f"{kind}_layers"), []
+        z = None
+        for t in range(spec.layers):
+            if z is None or not mapper.reduce:
+                x, _ = kept.part(columns_of(layers[t], width, source_layers, kinds), slice(0, 0))
+                z = x
+                if mapper.reduce:
+                    z = x @ mapper.reduce[0 if kind == "key" else -1].cpu()
+                    if mapper.mlp:
+                        z = torch.cat((z, hidden_coordinates(z, [part.cpu() for part in mapper.mlp])), dim=1)
+            weight, bias = (
+                getattr(mapper, f"{kind}_weight")[t].cpu(),
+                getattr(mapper, f"{kind}_bias")[t].cpu(),
+            )
+            _, y = kept.part(slice(0, 0), _outputs(gatherer, kind, t))
+            rows.append(head_r2(y - torch.addmm(bias, z, weight), y, spec.kv_heads).tolist())
+        found[kind] = rows
+    return found
 
 
 def _report(
-    gatherer: Gatherer,
-    solutions: dict[str, list[Solution]],
-    r2: dict[str, list[list[float]]],
-    capture_seconds: float,
-    solve_seconds: float,
+    gatherer: Gatherer, mapper: KVMapper, seconds: dict[str, float], extra: dict[str, Any]
 ) -> FitReport:
-    tokens = gatherer.moments["key"].count
-    features = 1 + max(solution.weight.shape[0] for kind in solutions.values() for solution in kind)
+    r2 = held_out_r2(mapper, gatherer)
+    first = gatherer.kinds[0]
+    tokens = gatherer.moments(first).count
+    most = max(len(layers) for layers in (*mapper.key_layers, *mapper.value_layers))
+    features = 1 + most * mapper.source.kv_width * (2 if mapper.features == "both" else 1)
     return FitReport(
         tokens=tokens,
-        heldout_tokens=gatherer.moments["key_heldout"].count,
+        heldout_tokens=gatherer.rows(f"{first}_report").count,
         features=features,
         p_over_n=features / tokens,
-        seconds={"capture": capture_seconds, "solve": solve_seconds},
+        seconds=seconds,
         r2_k=float(torch.tensor(r2["key"]).mean()),
         r2_v=float(torch.tensor(r2["value"]).mean()),
         r2_k_by_head=r2["key"],
         r2_v_by_head=r2["value"],
         peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        chosen_tokens=gatherer.rows(f"{first}_choose").count,
+        parameters=sum(matrix.numel() for matrix in mapper.matrices),
+        flops_per_token=mapper.flops_per_token,
+        **extra,
     )

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from time import monotonic
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from workbench.kv.moments import Moments
+
+class Part(Protocol):
+    """Something gathered that can be written down and read again."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything as named tensors."""
+        ...
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> Any:
+        """The inverse of `state`."""
+        ...
 
 
 class FitState:
-    """Keeps moments in one file, bound by `digest` to the texts, options and models of one fit."""
+    """Keeps what was gathered in one file, bound by `digest` to the texts, options and models of one fit."""
 
     def __init__(self, path: Path, digest: str, every_seconds: float = 120.0) -> None:
         self.path, self.digest, self.every_seconds = Path(path), digest, every_seconds
         self._last = monotonic()
 
-    def save_if_due(self, moments: dict[str, Moments], done: int) -> None:
+    def save_if_due(self, parts: Mapping[str, Part], done: int) -> None:
         """Write the state when the last one is older than `every_seconds`."""
         if monotonic() - self._last >= self.every_seconds:
-            self.save(moments, done)
+            self.save(parts, done)
 
-    def save(self, moments: dict[str, Moments], done: int) -> None:
+    def save(self, parts: Mapping[str, Part], done: int) -> None:
         """Write the state now; a kill leaves the old or the new one."""
-        tensors = {f"{name}/{key}": t for name, sums in moments.items() for key, t in sums.state().items()}
+        tensors = {f"{name}/{key}": t for name, sums in parts.items() for key, t in sums.state().items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".new")
         save_file(tensors, temporary, metadata={"digest": self.digest, "done": str(done)})
@@ -35,8 +49,8 @@ class FitState:
         os.replace(temporary, self.path)
         self._last = monotonic()
 
-    def restore(self, moments: dict[str, Moments]) -> int:
-        """Fill `moments` from the file when it belongs to this fit.
+    def restore(self, parts: MutableMapping[str, Any]) -> int:
+        """Fill `parts` from the file when it belongs to this fit.
 
         Returns:
             The number of sequences that are already in; 0 when there is nothing to go on from.
@@ -47,11 +61,11 @@ class FitState:
                 if metadata.get("digest") != self.digest:
                     return 0
                 names = list(file.keys())
-                for name in moments:
+                for name in parts:
                     state = {
                         key.split("/")[1]: file.get_tensor(key) for key in names if key.startswith(f"{name}/")
                     }
-                    moments[name] = Moments.from_state({key: t.clone() for key, t in state.items()})
+                    parts[name] = type(parts[name]).from_state({key: t.clone() for key, t in state.items()})
                 return int(metadata["done"])
         except (OSError, SafetensorError):
             return 0

@@ -1,0 +1,214 @@
+"""Polishing: a low-rank map, fitted in closed form, is taken a few hundred steps towards what it is for.
+
+Ridge makes the caches alike; what counts is that the target goes on as it would have. So every step takes a piece of
+calibration text, cuts it somewhere, makes the target's cache of the first part as a switch does (anchors native, the rest
+mapped, the last `hold_back` tokens run by the target) and lets the target predict the next tokens. The loss is
+
+    KL(target on its own cache ‖ target on the mapped cache),  mean over the following tokens
+
+and its gradient goes through the target, whose weights stay as they are, into the map's matrices (Adam, rates relative to
+the size of each matrix, cosine schedule). Only the held-back and the following tokens run through the target, since its
+own predictions are kept from one reading: a step costs about as much as a prefill of three times as many tokens.
+
+Every `JUDGE_EVERY` steps the map is judged on other pieces; the best one is kept, the closed form included.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from workbench.kv.cache import layer_tensors, new_cache
+from workbench.kv.forward import input_device
+from workbench.kv.mapper import KVMapper, head_by_head, side_by_side
+
+if TYPE_CHECKING:
+    from workbench.kv.rope import Rotary
+    from workbench.models.loading import LoadedModel
+
+FOLLOWING = 48  # tokens that are predicted at each cut
+RATE = 2e-3  # of Adam, times the root mean square of the matrix
+JUDGE_EVERY = 50
+MOST_PIECES, MOST_JUDGED = 96, 8  # pieces of text kept in memory
+SHORTEST_MAPPED = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One piece of text, read by both models; half precision.
+
+    Attributes:
+        ids: its tokens.
+        keys: (n, layers * kv_width) of the source, without rotation.
+        values: the same for values.
+        anchors: the target's own rotated keys and values of the first tokens, per layer (1, heads, anchors, head_dim).
+        hidden: (n, hidden_size) of the target before its language-model head: what its predictions come from.
+    """
+
+    ids: tuple[int, ...]
+    keys: Tensor
+    values: Tensor
+    anchors: tuple[tuple[Tensor, Tensor], ...]
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class Polished:
+    """The mapper, and the mean KL on the judging pieces at the start and after every `JUDGE_EVERY` steps."""
+
+    mapper: KVMapper
+    kl: tuple[float, ...]
+
+
+@torch.no_grad()
+def record(source: LoadedModel, target: LoadedModel, ids: Sequence[int], anchors: int) -> Recording:
+    """Read one piece of text with both models."""
+    own = new_cache(source.spec.layers, len(ids))
+    _hidden(source.model, ids, own)
+    layers = range(source.spec.layers)
+    keys = [side_by_side(source.rotary.strip(layer_tensors(own, i)[0])).cpu().half() for i in layers]
+    values = [side_by_side(layer_tensors(own, i)[1]).cpu().half() for i in layers]
+    cache = new_cache(target.spec.layers, len(ids))
+    hidden = _hidden(target.model, ids, cache)[0].cpu().half()
+    first = []
+    for t in range(target.spec.layers):
+        k, v = layer_tensors(cache, t)
+        first.append((k[:, :, :anchors].clone(), v[:, :, :anchors].clone()))
+    return Recording(tuple(ids), torch.cat(keys, 1), torch.cat(values, 1), tuple(first), hidden)
+
+
+def polish(
+    mapper: KVMapper,
+    target: LoadedModel,
+    pieces: Sequence[Recording],
+    judged: Sequence[Recording],
+    steps: int,
+    *,
+    rate: float = RATE,
+    seed: int = 0,
+    progress: Callable[[float, str], None] | None = None,
+    check: Callable[[], None] | None = None,
+) -> Polished:
+    """Take a low-rank mapper `steps` steps down the target's own KL.
+
+    Args:
+        mapper: float32, in the low-rank form; its anchors and hold_back are those of the handoff.
+        target: the model that is handed over to.
+        pieces: to learn from.
+        judged: others, to choose the best state by.
+        steps: of Adam, one cut of one piece each.
+        rate: relative learning rate.
+        seed: of the cuts.
+        progress: called with a share and a sentence.
+        check: called before every step; raises to stop.
+    """
+    device = input_device(target.model)
+    names = [name for name in mapper.shapes()]
+    tensors = {name: mapper.tensor(name).detach().float().to(device).clone() for name in names}
+    groups = [
+        {"params": [tensor], "lr": rate * float(tensor.square().mean().sqrt().clamp_min(1e-6))}
+        for tensor in tensors.values()
+    ]
+    adam = torch.optim.Adam(groups, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: _rate_at(step, steps))
+    draw = random.Random(seed)
+    fixed = random.Random(seed + 1)
+    exams = [(piece, _cut(piece, mapper, fixed)) for piece in judged for _ in range(2)]
+
+    def judge() -> float:
+        with torch.no_grad():
+            state = mapper.with_tensors(tensors)
+            return sum(float(_loss(state, target, piece, cut)) for piece, cut in exams) / len(exams)
+
+    history = [judge()]
+    best = {name: tensor.clone() for name, tensor in tensors.items()}
+    for step in range(steps):
+        if check:
+            check()
+        piece = pieces[draw.randrange(len(pieces))]
+        for tensor in tensors.values():
+            tensor.requires_grad_(True)
+        with torch.enable_grad():
+            loss = _loss(mapper.with_tensors(tensors), target, piece, _cut(piece, mapper, draw))
+            adam.zero_grad()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(tensors.values()), 1.0)
+        adam.step()
+        schedule.step()
+        for tensor in tensors.values():
+            tensor.requires_grad_(False)
+        if (step + 1) % JUDGE_EVERY == 0 or step + 1 == steps:
+            history.append(judge())
+            if history[-1] <= min(history):
+                best = {name: tensor.clone() for name, tensor in tensors.items()}
+        if progress:
+            progress(
+                (step + 1) / steps,
+                f"polish: step {step + 1} of {steps}, KL {history[-1]:.4f} (from {history[0]:.4f})",
+            )
+    moved = {name: tensor.to(mapper.tensor(name).device) for name, tensor in best.items()}
+    return Polished(mapper.with_tensors(moved), tuple(history))
+
+
+def long_enough(ids: Sequence[int], mapper_anchors: int, hold_back: int) -> bool:
+    """Whether a piece has room for something mapped, the held-back and the following tokens."""
+    return len(ids) > mapper_anchors + SHORTEST_MAPPED + hold_back + FOLLOWING
+
+
+def _cut(piece: Recording, mapper: KVMapper, draw: random.Random) -> int:
+    """Where the following tokens begin."""
+    first = mapper.anchors + SHORTEST_MAPPED + mapper.hold_back
+    return draw.randint(first, len(piece.ids) - FOLLOWING)
+
+
+def _rate_at(step: int, steps: int) -> float:
+    warm = min(1.0, (step + 1) / min(20, max(1, steps // 5)))
+    return warm * (0.05 + 0.95 * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / max(1, steps))).item()))
+
+
+def _loss(mapper: KVMapper, target: LoadedModel, piece: Recording, cut: int) -> Tensor:
+    """Mean KL of the tokens cut .. cut+FOLLOWING-1, the context up to `cut` handed over."""
+    device = input_device(target.model)
+    stop = cut - mapper.hold_back
+    mapped = slice(mapper.anchors, stop)
+    width = mapper.source.kv_width
+    columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in mapper.key_layers[0]])
+    value_columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in mapper.value_layers[0]])
+    z_keys, z_values = mapper.coordinates(
+        piece.keys[mapped][:, columns].float().to(device),
+        piece.values[mapped][:, value_columns].float().to(device),
+    )
+    cos, sin = target.rotary.cos_sin(mapper.anchors, stop, device)
+    heads, layers = target.spec.kv_heads, []
+    for t, (first_k, first_v) in enumerate(piece.anchors):
+        k_pre = head_by_head(torch.addmm(mapper.key_bias[t], z_keys, mapper.key_weight[t]), heads)
+        v = head_by_head(torch.addmm(mapper.value_bias[t], z_values, mapper.value_weight[t]), heads)
+        k_rot = turned(k_pre, cos, sin, target.rotary).to(first_k.dtype)
+        layers.append((torch.cat((first_k, k_rot), 2), torch.cat((first_v, v.to(first_v.dtype)), 2)))
+    cache = DynamicCache(layers, config=target.model.config)
+    ids = piece.ids[stop : cut + FOLLOWING - 1]
+    hidden = _hidden(target.model, ids, cache)[0, mapper.hold_back - 1 :]
+    head = target.model.get_output_embeddings()
+    with torch.no_grad():
+        truth = head(piece.hidden[cut - 1 : cut + FOLLOWING - 1].to(hidden)).float().log_softmax(-1)
+    guess = head(hidden).float().log_softmax(-1)
+    return (truth.exp() * (truth - guess)).sum(-1).mean()
+
+
+def turned(k_pre: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> Tensor:
+    """Keys (1, heads, n, head_dim) rotated by cos and sin (n, rotary_dim), with gradients."""
+    dim = rotary.rotary_dim
+    turning, rest = k_pre[..., :dim], k_pre[..., dim:]
+    half = torch.cat((-turning[..., dim // 2 :], turning[..., : dim // 2]), dim=-1)
+    return torch.cat((turning * cos + half * sin, rest), dim=-1)
+
+
+def _hidden(model: Any, ids: Sequence[int], cache: Any) -> Tensor:
+    tokens = torch.tensor([list(ids)], device=input_device(model))
+    return model.base_model(input_ids=tokens, cache=cache, use_cache=True).last_hidden_state
