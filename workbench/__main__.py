@@ -85,7 +85,7 @@ def _run(argv: list[str], progress: StderrProgress) -> int:
     finally:
         progress.close()
     print(json.dumps(jsonable(result), allow_nan=False) if args.json else module.show(result), flush=True)
-    return 1 if result.get("ok") is False else 0
+    return int(result.get("exit_status", 1 if result.get("ok") is False else 0))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from workbench.kv.cache import layer_tensors, new_cache
 from workbench.kv.forward import forward
 from workbench.lab import retention
 from workbench.lab.corpus import Passage, passages
+from workbench.lab.intervals import Bootstrap
 from workbench.lab.likelihood import cross_entropy, kl_divergence, same_argmax
 from workbench.lab.results import Evaluation, finish
 from workbench.models.pair import PairHost
@@ -86,7 +87,7 @@ def test_no_anchors_one_following_token_and_json(host: PairHost) -> None:
 
 
 def test_intervals_resample_documents_and_are_paired() -> None:
-    boot = retention._Bootstrap(["a", "a", "a", "b", "c"], seed=1)
+    boot = Bootstrap(["a", "a", "a", "b", "c"], seed=1)
     figure = boot.mean([1.0, 2.0, 3.0, 10.0, 4.0])
     assert figure.value == 4.0 and figure.low < 4.0 < figure.high
     assert (figure.low, figure.high) == (boot.mean([1.0, 2.0, 3.0, 10.0, 4.0]).low, figure.high)

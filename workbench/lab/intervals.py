@@ -11,7 +11,7 @@ from math import comb, nan
 
 import numpy as np
 
-from workbench.lab.results.quality import Figure
+from workbench.lab.results.figure import Figure
 
 RESAMPLES = 2000
 
@@ -36,7 +36,7 @@ class Bootstrap:
         array = np.asarray(values, dtype=float)
         return figure(float(array.mean()), self._shares @ array)
 
-    def ratio(self, above: Sequence[float], below: Sequence[float]) -> Figure:
+    def ratio(self, above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarray) -> Figure:
         """mean(above) / mean(below); NaN where the denominator is 0."""
         top, bottom = np.asarray(above, dtype=float), np.asarray(below, dtype=float)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -47,8 +47,8 @@ class Bootstrap:
     def gap(self, without: Sequence[float], mapped: Sequence[float], native: Sequence[float]) -> Figure:
         """(without - mapped) / (without - native) of the means."""
         return self.ratio(
-            np.asarray(without) - np.asarray(mapped),  # type: ignore[arg-type]
-            np.asarray(without) - np.asarray(native),  # type: ignore[arg-type]
+            np.asarray(without) - np.asarray(mapped),
+            np.asarray(without) - np.asarray(native),
         )
 
 

@@ -10,6 +10,8 @@ the first of them is predicted by the last context token. Arms:
     zero              as mapped, but zeros in place of what the mapper writes
     wrong_document    as mapped, but all but the held-back tokens are another document's
     held_back_only    the target reads only the held-back tokens: what they alone are worth
+    identity          as mapped, but the source's cache as it is; only where both geometries agree
+    recipe            a second mapper as the published recipe uses it: no anchors, only the last token run
 
 A gain in likelihood without the controls is no evidence: published work saw wrong, random and zero caches
 reproduce most of it. KL is KL(native ‖ arm), as everywhere. Intervals resample documents, since passages of
@@ -22,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -32,11 +33,13 @@ from workbench.errors import Cancelled, InputError
 from workbench.kv.cache import copy, new_cache, truncate
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
+from workbench.lab.arms import Recipe, unmapped
 from workbench.lab.corpus import Document, Passage, documents, passages
+from workbench.lab.intervals import Bootstrap
 from workbench.lab.likelihood import cross_entropy, kl_divergence, same_argmax
 from workbench.lab.provenance import models_of, text_hash, trace
 from workbench.lab.results.common import Step
-from workbench.lab.results.quality import Arm, Evaluation, Figure, Setting
+from workbench.lab.results.quality import Arm, Evaluation, Setting
 
 if TYPE_CHECKING:
     from workbench.models.loading import LoadedModel
@@ -44,7 +47,6 @@ if TYPE_CHECKING:
 
 ShouldStop = Callable[[], bool] | None
 DEFAULT_LIMIT, DEFAULT_CONTEXT, DEFAULT_FOLLOWING = 24, 256, 64
-RESAMPLES = 2000
 FIXED = ("native", "source", "no_context")
 
 
@@ -58,6 +60,7 @@ def stream(
     settings: Sequence[tuple[int, int]] | None = None,
     seed: int = 0,
     should_stop: ShouldStop = None,
+    recipe: Recipe | None = None,
 ) -> Iterator[Step | Evaluation]:
     """Evaluate a direction's mapper.
 
@@ -71,6 +74,7 @@ def stream(
         settings: (anchors, hold_back) of the handoffs, the main one first; None for the mapper's own choice.
         seed: of the bootstrap.
         should_stop: asked before every arm.
+        recipe: a mapper of the published recipe, for an arm of its own.
 
     Yields:
         A `Step` a passage; the `Evaluation` last.
@@ -90,7 +94,7 @@ def stream(
         )
 
     scores: dict[tuple[str, int], _Scores] = {}
-    jobs = _Arms(source, target, mapper, context, should_stop)
+    jobs = _Arms(source, target, mapper, context, should_stop, recipe)
     with host.holding_lane(should_stop):
         other = jobs.source_cache(cut[-1])
     for number, passage in enumerate(cut, start=1):
@@ -107,7 +111,7 @@ def stream(
         other = own
         yield Step(number / len(cut), f"passage {number} of {len(cut)}")
 
-    boot = _Bootstrap([passage.document for passage in cut], seed)
+    boot = Bootstrap([passage.document for passage in cut], seed)
     fixed = {name: scores[name, 0].arm(boot) for name in FIXED}
     measured = []
     for index, (anchors, hold_back) in enumerate(chosen):
@@ -123,6 +127,7 @@ def stream(
         following=following,
         seed=seed,
         provenance=trace(host, direction, total, [(passage.name, passage.ids) for passage in cut]),
+        absent=jobs.absent,
     )
 
 
@@ -136,9 +141,14 @@ class _Arms:
         mapper: KVMapper,
         context: int,
         should_stop: ShouldStop,
+        recipe: Recipe | None = None,
     ) -> None:
         self.source, self.target, self.mapper, self.context = source, target, mapper, context
-        self.should_stop = should_stop
+        self.should_stop, self.recipe = should_stop, recipe
+        self.identity, why = unmapped(source, target, mapper)
+        self.absent = {} if self.identity else {"identity": why}
+        if recipe is None:
+            self.absent["recipe"] = "No mapper of the published recipe was given (--recipe)."
 
     def source_cache(self, passage: Passage) -> Cache:
         """The source's cache of a passage's context."""
@@ -176,20 +186,32 @@ class _Arms:
             "zero": self._follow(self.target, ids[n - h :], self._zeros(ids, anchors, n - h), h),
             "wrong_document": self._hand_over(wrong_ids, wrong_source, anchors, h),
         }
+        if self.identity is not None:
+            arms["identity"] = self._hand_over(ids, own, anchors, h, self.identity)
+        if self.recipe is not None:
+            r = self.recipe
+            arms["recipe"] = self._hand_over(ids, own, r.anchors, r.hold_back, r.mapper)
         if h > 1:
             arms["held_back_only"] = self._follow(
                 self.target, ids[n - h :], new_cache(self.target.spec.layers), h
             )
         return arms
 
-    def _hand_over(self, ids: Sequence[int], source_cache: Cache, anchors: int, hold_back: int) -> Tensor:
+    def _hand_over(
+        self,
+        ids: Sequence[int],
+        source_cache: Cache,
+        anchors: int,
+        hold_back: int,
+        mapper: KVMapper | None = None,
+    ) -> Tensor:
         cache, n = new_cache(self.target.spec.layers), self.context
         first, _ = hand_over(
             ids[:n],
             source_cache,
             self.target,
             cache,
-            self.mapper,
+            mapper or self.mapper,
             self.source,
             anchors,
             hold_back,
@@ -235,40 +257,9 @@ class _Scores:
         self.kl.append(float(kl_divergence(native, logits).mean()))
         self.top1.append(float(same_argmax(native, logits).double().mean()))
 
-    def arm(self, boot: _Bootstrap) -> Arm:
+    def arm(self, boot: Bootstrap) -> Arm:
         per_passage = {"ce": tuple(self.ce), "kl": tuple(self.kl), "top1": tuple(self.top1)}
         return Arm(boot.mean(self.ce), boot.mean(self.kl), boot.mean(self.top1), len(self.ce), per_passage)
-
-
-class _Bootstrap:
-    """95 % intervals from documents drawn with replacement; the same draws for all arms (paired)."""
-
-    def __init__(self, names: Sequence[str], seed: int) -> None:
-        groups = [
-            [i for i, name in enumerate(names) if name == document] for document in dict.fromkeys(names)
-        ]
-        draws = np.random.default_rng(seed).integers(len(groups), size=(RESAMPLES, len(groups)))
-        weights = np.zeros((len(groups), len(names)))
-        for row, members in enumerate(groups):
-            weights[row, members] = 1.0
-        counts = np.stack([(draws == group).sum(1) for group in range(len(groups))], axis=1) @ weights
-        self._shares = counts / counts.sum(1, keepdims=True)  # (resamples, passages)
-
-    def mean(self, values: Sequence[float]) -> Figure:
-        array = np.asarray(values)
-        return _figure(float(array.mean()), self._shares @ array)
-
-    def gap(self, without: Sequence[float], mapped: Sequence[float], native: Sequence[float]) -> Figure:
-        """(without - mapped) / (without - native) of the means."""
-        recovered = np.asarray(without) - np.asarray(mapped)
-        whole = np.asarray(without) - np.asarray(native)
-        draws = (self._shares @ recovered) / (self._shares @ whole)
-        return _figure(float(recovered.mean() / whole.mean()), draws)
-
-
-def _figure(value: float, draws: np.ndarray) -> Figure:
-    low, high = np.percentile(draws, [2.5, 97.5])
-    return Figure(value, float(low), float(high))
 
 
 def _check(

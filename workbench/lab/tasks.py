@@ -50,12 +50,14 @@ _NAMES = (
     "Peter", "Anna", "Max", "Lucy", "Tom", "Emma", "Jack", "Sarah", "David", "Maria", "Henry", "Alice", "Paul",
     "Julia", "Oscar", "Laura", "Simon", "Helen", "Martin", "Rose",
 )  # fmt: skip
-_COMMON = frozenset(
-    "this that these those with from they them their there then than were have been when what which will would "
-    "could should shall such some into only very more most much many must make made about after also other over "
-    "upon your yours where while being because before between through does done each even ever every like well "
-    "here just same both though through under used using without within".split()
-)
+_COMMON = frozenset({
+    "this", "that", "these", "those", "with", "from", "they", "them", "their", "there", "then", "than", "were",
+    "have", "been", "when", "what", "which", "will", "would", "could", "should", "shall", "such", "some",
+    "into", "only", "very", "more", "most", "much", "many", "must", "make", "made", "about", "after", "also",
+    "other", "over", "upon", "your", "yours", "where", "while", "being", "because", "before", "between",
+    "through", "does", "done", "each", "even", "ever", "every", "like", "well", "here", "just", "same", "both",
+    "though", "under", "used", "using", "without", "within",
+})  # fmt: skip
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[\"'(‘“]?[A-Z])")
 
 
@@ -282,7 +284,7 @@ def _facts(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
     for place in cut:
         if asked >= limit:
             break
-        owners, values = rng.choice(_OWNERS, 4, replace=False), rng.choice(_WORDS, 4, replace=False)
+        owners, values = _drawn(_OWNERS, rng), _drawn(_WORDS, rng)
         text = tokenizer.decode(
             list(_plain(tokenizer, place.before)[-CONTEXT:]), clean_up_tokenization_spaces=False
         )
@@ -309,7 +311,7 @@ def _chats(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
     for number in range(limit):
         if asked >= limit:
             break
-        kin, names = rng.choice(_KIN, 4, replace=False), rng.choice(_NAMES, 4, replace=False)
+        kin, names = _drawn(_KIN, rng), _drawn(_NAMES, rng)
         told = [f"The name of my {who} is {name}." for who, name in zip(kin, names, strict=True)]
         document, question, answer = talks[number % len(talks)]
         messages = [
@@ -352,6 +354,11 @@ def small_talk(tokenizer: Any) -> list[tuple[str, str, str]]:
         end = max(short.rfind(mark) for mark in ".!?") + 1
         found.append((f"chat-{number}", first, short[:end] if end > 40 else short))
     return found
+
+
+def _drawn(words: Sequence[str], rng: np.random.Generator) -> list[str]:
+    """Four different ones."""
+    return [str(word) for word in rng.choice(words, 4, replace=False)]
 
 
 def _ask(

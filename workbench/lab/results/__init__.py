@@ -16,19 +16,25 @@ from typing import Any, TypeVar, cast
 
 from workbench.lab.results.common import Step, finish
 from workbench.lab.results.comparison import COLUMNS, Comparison
+from workbench.lab.results.drift import Drift, DriftTurn
+from workbench.lab.results.figure import Figure
 from workbench.lab.results.heads import METRICS, HeadMaps, Metric
 from workbench.lab.results.latency import LatencyBench, LatencyCell
 from workbench.lab.results.patch import HeadPatches
-from workbench.lab.results.quality import ARMS, Arm, Evaluation, Figure, Setting
+from workbench.lab.results.quality import ARMS, Arm, Evaluation, Setting
 from workbench.lab.results.recording import RecordedTurn, Recording
+from workbench.lab.results.tasks import TASKS, TaskArm, TaskResult, TaskScores
 
 __all__ = [
     "ARMS",
     "COLUMNS",
     "KINDS",
     "METRICS",
+    "TASKS",
     "Arm",
     "Comparison",
+    "Drift",
+    "DriftTurn",
     "Evaluation",
     "Figure",
     "HeadMaps",
@@ -40,6 +46,9 @@ __all__ = [
     "Recording",
     "Setting",
     "Step",
+    "TaskArm",
+    "TaskResult",
+    "TaskScores",
     "as_precomputed",
     "finish",
 ]
@@ -48,6 +57,7 @@ Result = TypeVar("Result")
 
 KINDS: dict[str, Any] = {
     "compare": Comparison,
+    "drift": Drift,
     "heads": HeadMaps,
     "latency": LatencyBench,
     "patch": HeadPatches,

@@ -8,6 +8,8 @@ from typing import Any
 
 from workbench.lab.provenance import Provenance
 from workbench.lab.results.common import jsonable, number
+from workbench.lab.results.figure import Figure
+from workbench.lab.results.tasks import TaskScores
 
 ARMS: dict[str, str] = {
     "native": "the target on its own cache",
@@ -21,15 +23,6 @@ ARMS: dict[str, str] = {
     "held_back_only": "the target on the held-back tokens alone",
 }
 """Arms of the evaluation: name -> what the following text is predicted from."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A mean over texts with its 95 % bootstrap interval (documents resampled)."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -119,6 +112,8 @@ class Evaluation:
         following: teacher-forced tokens after it.
         seed: of the bootstrap.
         provenance: where and when.
+        absent: arms that could not be measured -> why.
+        scores: the tasks, None when none were measured.
     """
 
     fixed: dict[str, Arm]
@@ -128,6 +123,8 @@ class Evaluation:
     following: int
     seed: int
     provenance: Provenance
+    absent: dict[str, str] = field(default_factory=dict)
+    scores: TaskScores | None = None
 
     def arms(self, setting: int = 0) -> dict[str, Arm]:
         """All arms at one setting, in the order of `ARMS`."""
@@ -137,13 +134,17 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """The design's keys at the top (the main setting's), everything else below."""
         main = self.settings[0]
+        no_tasks: dict[str, Any] = {
+            "tasks": {},
+            "retention": {},
+            "retention_floor": {},
+            "worst_task": None,
+            "note": "Likelihood of following text only; no task accuracies were measured.",
+        }
         return jsonable(
             {
-                "tasks": {},
-                "retention": {},
-                "retention_floor": {},
-                "worst_task": None,
-                "note": "Likelihood of following text only; no task accuracies were measured.",
+                **(no_tasks if self.scores is None else {"note": "", **self.scores.to_json()}),
+                "absent": self.absent,
                 **{name: arm.to_json() for name, arm in self.arms().items()},
                 "kl": main.arms["mapped"].kl.value,
                 "top1": main.arms["mapped"].top1.value,
@@ -176,4 +177,6 @@ class Evaluation:
             following=data["following"],
             seed=data["seed"],
             provenance=Provenance.from_json(data["provenance"]),
+            absent=dict(data.get("absent", {})),
+            scores=TaskScores.from_json(data) if data.get("tasks") else None,
         )

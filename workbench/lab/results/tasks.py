@@ -12,7 +12,7 @@ from typing import Any
 
 from workbench.lab.provenance import Provenance
 from workbench.lab.results.common import jsonable, mean, number
-from workbench.lab.results.quality import Figure
+from workbench.lab.results.figure import Figure
 
 
 @dataclass(frozen=True)
