@@ -1,4 +1,4 @@
-# make setup | demo | test | lint. Each does what is missing first and is quick when nothing is.
+# make setup | demo | test | lint | screenshots. Each does what is missing first and is quick when nothing is.
 #
 #   make demo PORT=8000 ARGS="--pair embedded"     serve the page on 127.0.0.1
 #   make test TESTS="tests/kv -k rope"             run some tests
@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED := 1
 export GRADIO_ANALYTICS_ENABLED := False
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup weights demo test lint format clean
+.PHONY: setup weights demo test lint format screenshots clean
 .DELETE_ON_ERROR:
 
 setup: weights
@@ -62,6 +62,9 @@ lint: $(VENV)/.requirements-dev
 format: $(VENV)/.requirements-dev
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+screenshots: $(VENV)/.requirements-dev
+	@$(PY) .ci/screenshots.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out
