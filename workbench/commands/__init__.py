@@ -1,4 +1,6 @@
-"""The sub-commands, by name. Each is a module, imported only when it is asked for:
+"""The sub-commands, by name.
+
+Each is a module, imported only when it is asked for:
 
 * `add_arguments(parser)`: its own options (what all commands share is in `common.py`);
 * `run(args, progress) -> dict`: does it; the JSON object. Heavy imports belong in here, so that `--help` is fast;

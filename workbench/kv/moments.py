@@ -24,7 +24,7 @@ FLUSH_ROWS = (
 
 
 class Moments:
-    """Sums over tokens of `features` inputs and `outputs` outputs; `add` them, then read `mean_x`, `cov_xx`, …"""
+    """Sums over tokens of `features` inputs and `outputs` outputs; `add` them, then read `mean_x`, `cov_xx` and others."""
 
     def __init__(self, features: int, outputs: int) -> None:
         self.count = 0

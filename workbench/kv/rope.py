@@ -115,7 +115,7 @@ class Rotary:
         return self._turned(k_pre, start, out, sign=1, scale=1.0)
 
     def cos_sin(self, start: int, stop: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """cos and sin of positions start..stop-1, as the model applies them.
+        """Cosine and sine of positions start..stop-1, as the model applies them.
 
         Returns:
             Two float32 tensors `(stop - start, rotary_dim)`.

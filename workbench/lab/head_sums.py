@@ -382,7 +382,7 @@ def spectrum(error: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def concentration(error: Tensor, weight: Tensor) -> Tensor:
-    """d tr(E M) / (tr E tr M): 1 for an error without direction, d for one along the only direction read.
+    """The ratio d tr(E M) / (tr E tr M): 1 for an error without direction, d for one along the only direction read.
 
     Args:
         error: (..., d, d) second moment of the error.

@@ -1,0 +1,1 @@
+"""Where weights come from: named pairs, the embedded family, loading, and the two models of a pair."""

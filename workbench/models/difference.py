@@ -24,8 +24,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class QuantSettings:
-    """`bits` a weight and how many neighbours share one scale. `search` is how many scales are tried for each
-    group.
+    """How weights are rounded.
+
+    `bits` a weight and how many neighbours share one scale; `search` is how many scales are tried for each group.
     """
 
     bits: int = 3
@@ -90,10 +91,11 @@ def quantise(
 def quantise_compensated(
     delta: torch.Tensor, settings: QuantSettings, second_moment: torch.Tensor, damp: float = 0.01
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `quantise`, but the error of each column is made up for by the columns to its right (GPTQ, arXiv
-    2210.17323).
+    """Like `quantise`, but columns to the right make up for each column's error (GPTQ, arXiv 2210.17323).
 
     Args:
+        delta: the matrix to round.
+        settings: how.
         second_moment: `E[x x^T]` of the matrix' inputs, `(in, in)`, float64.
         damp: share of the mean diagonal that is added to it.
     """

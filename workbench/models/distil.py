@@ -97,8 +97,7 @@ def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def kl_and_gradient(
     teacher: torch.Tensor, student: torch.Tensor, head: torch.Tensor, measure: bool = True
 ) -> tuple[float, torch.Tensor]:
-    """Mean KL(teacher || student) in nats and its gradient with respect to `student`, both `(tokens,
-    hidden)`.
+    """Mean KL(teacher || student) in nats and its gradient with respect to `student`, both (tokens, hidden).
 
     The loss itself costs as much again as the gradient, which does not need it: without `measure` it is NaN.
     """

@@ -56,8 +56,9 @@ RATES = (1e-4, 2e-4)
 
 @dataclass(frozen=True)
 class FamilyOptions:
-    """What to build. `tokens` is the distillation's whole plan; a resumed run with another plan reshapes the
-    decay.
+    """What to build.
+
+    `tokens` is the distillation's whole plan; a resumed run with another plan reshapes the decay.
     """
 
     out: Path = field(default_factory=lambda: embedded.home() / "family" / "packed")
@@ -102,8 +103,10 @@ class Material:
 
 
 def run(options: FamilyOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Runs the stages; returns `out` and `ce: {large: {text, chat}, small: {text, chat}}` and what each stage
-    found.
+    """Runs the stages.
+
+    Returns:
+        `out`, `ce: {large: {text, chat}, small: {text, chat}}`, and what each stage found.
 
     Raises:
         InputError: a stage's input is missing.
@@ -314,8 +317,10 @@ def first_student(
     pools: tuple[list[Block], list[Block]],
     report: Progress,
 ) -> Any:
-    """Where the distillation starts: a packed sibling where `start` names its folder, else the kept layers with
-    `down_proj` refitted in closed form, done once.
+    """Where the distillation starts.
+
+    A packed sibling where `start` names its folder, else the kept layers with `down_proj` refitted in closed form, done
+    once.
     """
     file, student = options.work / "refitted.safetensors", new_student(material, kept)
     if options.start:
@@ -401,9 +406,7 @@ def _try_rates(
     plan: DistilOptions,
     report: Progress,
 ) -> float:
-    """Trains briefly at every rate of `RATES` on the same blocks; the best one's state is where the run
-    starts.
-    """
+    """Trains briefly at every rate of `RATES` on the same blocks; the best one's state starts the run."""
     file = options.work / "rate.json"
     if file.exists():
         return float(json.loads(file.read_text(encoding="utf-8"))["rate"])

@@ -1,5 +1,4 @@
-"""How the sibling's difference is shipped: every candidate form is built, run, and measured; the smallest
-good one wins.
+"""How the sibling's difference is shipped: every form is built, run and measured; the smallest good one wins.
 
 Candidates are 2, 3 and 4 bits a weight (`difference.py`), each rounded on its own or with its error made up
 for by its neighbours (GPTQ), and a low-rank product of about 25 MB for comparison (never shipped: a matrix
@@ -89,10 +88,13 @@ def pack(
     held: Mapping[str, Sequence[Block]],
     report: Progress,
 ) -> dict[str, Any]:
-    """Writes `sibling.safetensors` and `sibling.json`; returns `out`, `ce`, `bytes` and the comparison
-    `table`.
+    """Writes `sibling.safetensors` and `sibling.json`; returns `out`, `ce`, `bytes` and the comparison `table`.
 
     Args:
+        options: candidates and tolerance.
+        large: the large model.
+        student: the small one, as it was trained.
+        report: called with (share, text).
         base: the large model's checkpoint as it is on disk, bfloat16.
         train: blocks that measure the inputs of every matrix (never held-out ones).
         held: blocks by kind ("text", "chat") to measure on.
@@ -187,9 +189,7 @@ def encode(
 def low_rank(
     weights: dict[str, torch.Tensor], base: dict[str, torch.Tensor], kept: list[int], budget: int
 ) -> dict[str, torch.Tensor]:
-    """The state dict after every difference is cut to one common rank whose float16 factors fill `budget`
-    bytes.
-    """
+    """The state dict with every difference cut to one rank, whose float16 factors fill `budget` bytes."""
     matrices = [w for w in weights.values() if w.ndim == 2]
     rank = max(1, math.floor(budget / 2 / sum(sum(w.shape) for w in matrices)))
     state = {n: t for n, t in base.items() if not n.startswith("model.layers.")}

@@ -187,9 +187,7 @@ class ChatOptions:
 
 
 class Decoder:
-    """A Llama forward pass for one token a row over a preallocated cache; norm gains are folded into the
-    matrices.
-    """
+    """A Llama forward pass, one token a row over a preallocated cache; norm gains are in the matrices."""
 
     def __init__(self, model: Any, batch: int, length: int, dtype: torch.dtype = torch.float32) -> None:
         config = model.config
@@ -225,9 +223,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """Writes `position` of every row's cache and returns the logits of the next token, `(batch,
-        vocabulary)`.
-        """
+        """Writes `position` of every row's cache; returns the next token's logits, (batch, vocabulary)."""
         x = self.embed[ids]
         cos, sin, half = self.cos[position], self.sin[position], self.head_dim // 2
         n_q, n_kv = self.groups * self.kv_heads, self.kv_heads
@@ -279,8 +275,9 @@ class _Row:
 
 
 class ChatWriter:
-    """Writes batches of chats with one model. The same seed gives the same prepared questions and sampling
-    stream.
+    """Writes batches of chats with one model.
+
+    The same seed gives the same prepared questions and sampling stream.
     """
 
     def __init__(

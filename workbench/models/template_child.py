@@ -33,6 +33,7 @@ class Marked(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> list[nodes.Node]:
+        """The nodes between the two tags."""
         next(parser.stream)
         body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
@@ -109,7 +110,7 @@ def isolate(tokenizer: Any, name: str) -> None:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return str(ask("template", chosen, variables, seconds=SECONDS))
+            return str(ask("template", chosen, variables, seconds=SECONDS, patient=True))
         except ChildError as error:
             raise TemplateError(str(error)) from error
         except ChildLimitError as error:

@@ -34,6 +34,7 @@ class StopFlag:
     _deadline: float = math.inf
 
     def set(self) -> None:
+        """Raises the flag."""
         self.event.set()
 
     def limit(self, seconds: float | None) -> None:

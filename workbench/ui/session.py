@@ -61,6 +61,7 @@ class Visit:
 
     @property
     def busy(self) -> bool:
+        """Whether a chat step of this visitor runs."""
         return self.running is not None
 
 

@@ -64,8 +64,10 @@ def nan_mean(values: np.ndarray) -> float:
 
 
 def mean(values: tuple[float, ...] | tuple[bool, ...]) -> float:
+    """Mean, NaN of nothing."""
     return float(sum(values)) / len(values) if values else math.nan
 
 
 def number(value: float | None) -> float:
+    """A number out of JSON; null is NaN."""
     return math.nan if value is None else float(value)
