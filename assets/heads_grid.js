@@ -1,13 +1,14 @@
 /* Layers x heads as a grid of buttons: colour and number say the same. `props.value` is
-   {layers, heads, values: [layer][head], low, high, label, head_word, pick, reverse}. Layers run along the long side of
-   the screen. Arrow keys, Home and End move; Enter or Space opens a head. Sends 'cell' {layer, head}. */
+   {layers, heads, values: [layer][head], low, high, label, head_word, pick, reverse, diverging, marked: [[layer, KV head]],
+   group: query heads a KV head}. Layers run along the long side of the screen. Arrow keys, Home and End move; Enter or Space opens a head. Sends 'cell' {layer, head}. */
 const grid = element.querySelector('.kv-grid');
 const STOPS = [[68, 1, 84], [65, 68, 135], [42, 120, 142], [34, 168, 132], [122, 209, 81], [253, 231, 37]]; // viridis
+const DIVERGING = [[84, 39, 136], [178, 171, 210], [247, 247, 247], [253, 184, 99], [179, 88, 6]]; // PuOr
 
-const colour = (share) => {
-  const t = Math.min(Math.max(share, 0), 1) * (STOPS.length - 1);
-  const i = Math.min(Math.floor(t), STOPS.length - 2);
-  const c = STOPS[i].map((a, k) => Math.round(a + (STOPS[i + 1][k] - a) * (t - i)));
+const colour = (share, stops) => {
+  const t = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const i = Math.min(Math.floor(t), stops.length - 2);
+  const c = stops[i].map((a, k) => Math.round(a + (stops[i + 1][k] - a) * (t - i)));
   const linear = c.map((x) => (x <= 10 ? x / 3295 : ((x / 255 + 0.055) / 1.055) ** 2.4));
   const light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
   return [`rgb(${c.join(',')})`, light > 0.179 ? '#000000' : '#ffffff']; // whichever has more contrast
@@ -19,6 +20,7 @@ const short = (x) => {
   if (a >= 100) return x.toFixed(0);
   if (a >= 9.95) return x.toFixed(0);
   if (a >= 1.995) return x.toFixed(1);
+  if (a > 0 && a < 0.01) return x.toExponential(0);
   const text = x.toFixed(2);
   return a < 1 ? text.replace('0.', '.') : text;
 };
@@ -61,12 +63,15 @@ const draw = () => {
       if (has) {
         let share = v.log ? Math.log(Math.max(x, 1e-9) / v.low) / Math.log(v.high / v.low) : (x - v.low) / (v.high - v.low);
         if (v.reverse) share = 1 - share;
-        const [back, fore] = colour(share);
+        const [back, fore] = colour(share, v.diverging ? DIVERGING : STOPS);
         b.style.background = back; b.style.color = fore;
-      }
+      } else b.classList.add('kv-dead');
+      const marked = (v.marked || []).some(([l, h]) => l === layer && h === Math.floor(head / (v.group || 1)));
+      if (marked) b.classList.add('kv-marked');
       const where = `layer ${layer}, ${v.head_word} ${head}`;
-      b.setAttribute('aria-label', `${where}: ${has ? b.textContent : '– not measured'}`);
-      b.title = `${where}: ${has ? x.toPrecision(3) : 'not measured'}`;
+      const end = marked ? ', marked' : '';
+      b.setAttribute('aria-label', `${where}: ${has ? b.textContent : 'no value'}${end}`);
+      b.title = `${where}: ${has ? x.toPrecision(3) : 'no value, the head does not vary'}${end}`;
       const here = layer === focus[0] && head === focus[1];
       b.tabIndex = here ? 0 : -1;
       if (v.pick && here) { b.classList.add('kv-picked'); b.setAttribute('aria-pressed', 'true'); }

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     if not args.patch:
         found = {**result.to_json(), **save(args, result, host, direction, "heads")}
         return {**found, "head": one_head(result, args.head)} if args.head else found
-    from workbench.models.embedded import home
+    from workbench.models.place import home
 
     state = home() / "patch" / f"{host.pair.name}-{direction}.json"
     patches = finish(

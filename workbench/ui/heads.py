@@ -1,20 +1,37 @@
-"""The Heads tab: one number per layer and head, as a grid of buttons; a click opens the head."""
+"""The Heads tab: one number per layer and head, as a grid of buttons; a click opens the head.
+
+The grid opens on the metric that foresees best what interventions find. Text, direction, mapper and metric can be
+changed in place, a second mapper put beside the first or subtracted, heads marked, and their repair tried.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import gradio as gr
 
+from workbench.ui import head_work as work
 from workbench.ui.engine import ARROWS, Engine
 from workbench.ui.export import figure_export
-from workbench.ui.markup import esc, notice, number, provenance, table, term
-from workbench.ui.measuring import QUICK, measure, saved, visit_of, wire_job
+from workbench.ui.head_grid import difference_value, grid_value, scale_view
+from workbench.ui.head_view import (
+    head_view,
+    kv_head,
+    marks_view,
+    prediction_line,
+    prediction_view,
+    summary,
+    tokens_view,
+)
+from workbench.ui.markup import esc, notice, provenance, term
+from workbench.ui.measuring import QUICK, measure, visit_of, wire_job
 from workbench.ui.theme import ASSETS, html
 
 GRID = '<div class="kv-gridbox"><div class="kv-grid" role="grid"></div></div>'
+NONE = "no other mapper"
+BESIDE, MINUS = "side by side", "difference"
+FALLBACK = ("patch_estimate", "output_error", "cosine", "r2_k")  # to open on while nothing was patched
 
 
 class HeadsTab:
@@ -30,9 +47,9 @@ class HeadsTab:
         choices = [(metric.title, name) for name, metric in METRICS.items()]
         with gr.Tab("Heads", id="heads") as tab:
             html(
-                '<div class="kv-intro"><p>Which heads survive the mapping? One cell per layer and head of '
-                f"the target, on text that is {term('held out')}. "
-                "Choose a cell (arrow keys work) to see all its numbers.</p></div>"
+                '<div class="kv-intro"><p>Which heads break it? One cell per layer and head of the target, on text '
+                f"that is {term('held out')}. Choose a cell (arrow keys work, or the menu below) to open the head."
+                "</p></div>"
             )
             with gr.Row(equal_height=True):
                 self.direction = gr.Radio(
@@ -41,8 +58,11 @@ class HeadsTab:
                     label="Direction",
                     elem_id="kv-heads-direction",
                 )
-                self.metric = gr.Dropdown(choices, value="r2_k", label="Metric", elem_id="kv-heads-metric")
-                self.texts = gr.Slider(1, 24, 4, step=1, label="Texts to measure on", info="512 tokens each")
+                self.mapper = gr.Dropdown(
+                    [work.IN_USE], value=work.IN_USE, label="Mapper", allow_custom_value=True
+                )
+                self.metric = gr.Dropdown(choices, value=None, label="Metric", elem_id="kv-heads-metric")
+            self._build_options()
             with gr.Row():
                 self.run = gr.Button("Measure here", scale=3, elem_id="kv-heads-run")
                 self.stop = gr.Button(
@@ -50,218 +70,381 @@ class HeadsTab:
                 )
             self.status = html("", elem_id="kv-heads-status")
             self.meaning = html("", elem_id="kv-heads-meaning")
-            self.grid = html(
-                None,
-                html_template=GRID,
-                js_on_load=(ASSETS / "heads_grid.js").read_text(encoding="utf-8"),
-                elem_id="kv-heads-grid",
-            )
+            self.grid, self.other_name, self.other_grid = self._grid("kv-heads-grid"), html(""), None
+            self.other_grid = self._grid("kv-heads-other")
             self.scale = html("")
             self.origin = html("", elem_id="kv-heads-origin")
             figure_export(self.engine, "heads").build(key, [self.direction, self.metric])
-            self.head = html("", elem_id="kv-heads-panel")
-        api = {"api_visibility": self.engine.settings.api_visibility}
-        shown = [self.meaning, self.grid, self.scale, self.origin, self.head, self.status]
-        for event in (tab.select, self.direction.change, self.metric.change):
-            event(self.open, [key, self.direction, self.metric], shown, api_name="open_heads", **QUICK, **api)
-        self.grid.cell(
-            self.pick, [key, self.direction, self.metric], [self.head], api_name="pick_head", **QUICK, **api
-        )
-        wire_job(
-            self.engine,
-            key,
-            self.run,
-            self.stop,
-            self.status,
-            self.measure,
-            [key, self.direction, self.metric, self.texts],
-            shown,
-            "measure_heads",
-        )
+            self._build_head()
+            self._build_prediction(key)
+        self._wire(key, tab)
         return tab
 
-    def open(self, key: str | None, direction: str, metric: str) -> dict[Any, Any]:
+    def _grid(self, name: str) -> Any:
+        script = (ASSETS / "heads_grid.js").read_text(encoding="utf-8")
+        return html(None, html_template=GRID, js_on_load=script, elem_id=name)
+
+    def _build_options(self) -> None:
+        """What to measure on, and the second mapper."""
+        with gr.Accordion("Text, interventions and a second mapper", open=False, elem_id="kv-heads-options"):
+            with gr.Row():
+                self.text = gr.Dropdown(work.text_names(), value=work.EVERY_TEXT, label="Text to measure on")
+                self.texts = gr.Slider(1, 24, 4, step=1, label="Passages", info="512 tokens each at most")
+                self.patch = gr.Checkbox(
+                    False,
+                    label="Patch every head too",
+                    info="Finds out what each one really costs; takes a minute or more.",
+                    elem_id="kv-heads-patch",
+                )
+            self.own = gr.Textbox(
+                label="My own text", lines=4, max_lines=12, visible=False, elem_id="kv-heads-own"
+            )
+            with gr.Row():
+                self.other = gr.Dropdown([NONE], value=NONE, label="Compare with", allow_custom_value=True)
+                self.view = gr.Radio([BESIDE, MINUS], value=BESIDE, label="Shown as")
+
+    def _build_head(self) -> None:
+        """One head: a menu, all its numbers, its figures, its marks."""
+        with gr.Row(equal_height=True):
+            self.menu = gr.Dropdown(
+                [], value=None, label="Open a head", allow_custom_value=True, elem_id="kv-heads-menu"
+            )
+            self.mark = gr.Button("Mark this head", elem_id="kv-heads-mark")
+            self.mark_layer = gr.Button("Mark its layer")
+            self.unmark = gr.Button("Clear marks")
+            self.repair = gr.Button("What would repairing the marked win?", elem_id="kv-heads-repair")
+            self.stop_repair = gr.Button("Stop", interactive=False, elem_classes="kv-stop")
+        self.marks = html("", elem_id="kv-heads-marks")
+        self.head = html("", elem_id="kv-heads-panel")
+        self.figures = [
+            gr.Plot(show_label=True, label=label, visible=False, elem_id=f"kv-heads-{name}")
+            for name, label in (
+                ("keys", "Keys: error along the directions that the queries use"),
+                ("values", "Values: error along the directions that the output projection uses"),
+                ("positions", "Error by position"),
+            )
+        ]
+        self.tokens = html("", elem_id="kv-heads-tokens")
+
+    def _build_prediction(self, key: gr.State) -> None:
+        """Does the map predict what happens?"""
+        with gr.Accordion("Does the map predict what happens?", open=False, elem_id="kv-heads-predicts"):
+            self.curve = gr.Plot(show_label=False, visible=False, elem_id="kv-heads-repair-curve")
+            self.predicted = html("", elem_id="kv-heads-prediction")
+            self.correlation = gr.Plot(show_label=False, visible=False, elem_id="kv-heads-correlation")
+            self.patch_origin = html("")
+            figure_export(self.engine, "patch").build(key, [self.direction])
+
+    def _wire(self, key: gr.State, tab: Any) -> None:
+        api = {"api_visibility": self.engine.settings.api_visibility}
+        self.choice = [key, self.direction, self.mapper, self.metric, self.other, self.view]
+        one = [self.head, *self.figures, self.tokens, self.menu]
+        shown = [
+            self.mapper, self.metric, self.other, self.meaning, self.grid, self.other_name, self.other_grid,
+            self.scale, self.origin, self.marks, self.curve, self.predicted, self.correlation, self.patch_origin,
+            self.status, *one,
+        ]  # fmt: skip
+        for event in (
+            tab.select, self.direction.change, self.metric.change, self.mapper.input, self.other.input, self.view.input,
+        ):  # fmt: skip
+            event(self.open, self.choice, shown, api_name="open_heads", **QUICK, **api)
+        for grid in (self.grid, self.other_grid):
+            grid.cell(self.pick, self.choice, one, api_name="pick_head", **QUICK, **api)
+        self.menu.input(self.choose, [*self.choice, self.menu], shown, api_name="choose_head", **QUICK, **api)
+        self.text.change(
+            lambda text: gr.update(visible=text == work.OWN_TEXT), [self.text], [self.own], **QUICK, **api
+        )
+        for button, what in ((self.mark, "head"), (self.mark_layer, "layer"), (self.unmark, "none")):
+            button.click(
+                self.marking(what), self.choice, [self.marks, self.grid, self.head, self.status],
+                api_name=f"mark_{what}", **QUICK, **api,
+            )  # fmt: skip
+        wire_job(
+            self.engine, key, self.run, self.stop, self.status, self.measure,
+            [*self.choice, self.text, self.own, self.texts, self.patch], shown, "measure_heads",
+        )  # fmt: skip
+        wire_job(
+            self.engine, key, self.repair, self.stop_repair, self.status, self.restore,
+            [key, self.direction, self.mapper, self.texts], [self.marks, self.status], "repair_heads",
+        )  # fmt: skip
+
+    def open(
+        self, key: str | None, direction: str, label: str, metric: str | None, other: str, view: str
+    ) -> dict[Any, Any]:
         """The saved map of a metric."""
-        result, why = saved(self.engine, key, direction, "heads")
+        found = work.mappers(self.engine, key, direction)
+        label = label if label in found else work.IN_USE
+        names = [NONE, *(name for name in found if name != label)]
+        other = other if other in names else NONE
+        menus = {
+            self.mapper: gr.update(choices=list(found), value=label),
+            self.other: gr.update(choices=names, value=other),
+        }
+        result, why = work.result_of(self.engine, key, direction, label, "heads")
         if result is None:
-            return {
-                self.meaning: "",
-                self.grid: None,
-                self.scale: "",
-                self.origin: "",
-                self.head: "",
-                self.status: notice(why),
-            }
-        return {**self.show(key, result, direction, metric), self.status: ""}
+            return {**menus, **self.nothing(), self.status: notice(why)}
+        return {**menus, **self.show(key, result, direction, label, metric, other, view), self.status: ""}
+
+    def nothing(self) -> dict[Any, Any]:
+        """An empty tab."""
+        blank = (self.meaning, self.other_name, self.scale, self.origin, self.head, self.tokens, self.marks,
+                 self.predicted, self.patch_origin)  # fmt: skip
+        hidden = (*self.figures, self.curve, self.correlation)
+        return {
+            **dict.fromkeys(blank, ""),
+            **dict.fromkeys(hidden, gr.update(visible=False)),
+            self.grid: None,
+            self.other_grid: None,
+            self.menu: gr.update(choices=[], value=None),
+        }
 
     def measure(
-        self, key: str | None, direction: str, metric: str, texts: float
+        self,
+        key: str | None,
+        direction: str,
+        label: str,
+        metric: str | None,
+        other: str,
+        view: str,
+        text: str,
+        own: str,
+        texts: float,
+        patch: bool,
     ) -> Generator[dict[Any, Any], None, None]:
-        """Measures all metrics here, with progress."""
+        """Measures all metrics here, with progress; of the second mapper too, where one is chosen."""
+        _, visit = visit_of(self.engine, key)
+        found = work.mappers(self.engine, key, direction)
+        label = label if label in found else work.IN_USE
+        own = own[: self.engine.settings.max_prompt_chars]
+        for name in [label, other] if other in found and other != label else [label]:
+            folder = None if name == work.IN_USE else found[name]
+            job = work.maps_job(visit, direction, name, folder, (text, own, int(texts)), patch)
+            kind = "heads" if name == work.IN_USE else f"heads of {name}"
+            for status, result, finished in measure(self.engine, key, direction, kind, job):
+                if not (finished and result is not None):
+                    yield {self.status: status}
+                    continue
+                pair = self.engine.look(visit).ref.name
+                visit.results.pop((pair, direction, kind), None)
+                visit.results[work.place_of(pair, direction, "heads", name)] = result
+                yield {**self.open(key, direction, label, metric, other, view), self.status: status}
 
-        def start(host: Any, should_stop: Any) -> Iterator[Any]:
-            from workbench.lab.heads import stream
-
-            return stream(host, direction, limit=int(texts), should_stop=should_stop)
-
-        for status, result, finished in measure(self.engine, key, direction, "heads", start):
-            if finished and result is not None:
-                yield {**self.show(key, result, direction, metric), self.status: status}
-            else:
-                yield {self.status: status}
-
-    def show(self, key: str | None, result: Any, direction: str, metric: str) -> dict[Any, Any]:
-        """Grid, scale, meaning, origin, and the panel of the worst head."""
+    def show(
+        self,
+        key: str | None,
+        result: Any,
+        direction: str,
+        label: str,
+        metric: str | None,
+        other: str,
+        view: str,
+    ) -> dict[Any, Any]:
+        """Grid, scale, meaning, origin, prediction, and one head."""
         from workbench.lab.results import METRICS
 
+        patches, _ = work.result_of(self.engine, key, direction, label, "patch")
+        result = work.with_patches(result, patches)
+        metric = metric if metric in METRICS else opening_metric(result, patches)
+        predicted = self.show_prediction(patches)
         if metric not in result.metrics:
-            return {
-                self.meaning: notice(
-                    f"{METRICS[metric].title} was not measured for this result; measure it here."
-                ),
-                self.grid: None,
-                self.head: "",
-            }
+            text = f"{METRICS[metric].title} was not measured for this result; measure it here."
+            return {**self.nothing(), **predicted, self.meaning: notice(text), self.metric: metric}
         kind = METRICS[metric]
         pick = self._linked(key, result, metric) or result.worst(metric)
+        marks, _ = work.marks_of(self.engine, key, direction, label)
+        value = grid_value(result, metric, pick, marks.heads)
+        second, name = None, ""
+        if other != NONE:
+            compared, why = work.result_of(self.engine, key, direction, other, "heads")
+            if compared is None or metric not in compared.metrics or compared.layers != result.layers:
+                name = notice(why or f"{kind.title} was not measured for {other}.")
+            elif view == MINUS:
+                value = difference_value(result, compared, metric, pick, marks.heads)
+                name = (
+                    f'<p class="kv-note">{esc(label)} against {esc(other)}: above 0 the first is better.</p>'
+                )
+            else:
+                second = grid_value(compared, metric, pick)
+                name = (
+                    f'<p class="kv-lead">{esc(other)}: {summary(compared, metric)}</p>{provenance(compared)}'
+                )
         return {
-            self.meaning: f'<p class="kv-lead"><b>{esc(kind.title)}.</b> {esc(kind.meaning)}</p>',
-            self.grid: grid_value(result, metric, pick),
-            self.scale: scale_view(kind),
+            self.metric: metric,
+            self.meaning: f'<p class="kv-lead"><b>{esc(kind.title)}.</b> {esc(kind.meaning)}</p>'
+            + prediction_line(patches, metric),
+            self.grid: value,
+            self.other_name: name,
+            self.other_grid: second,
+            self.scale: scale_view(kind, value.get("diverging", False)),
             self.origin: provenance(result) + f'<p class="kv-note">{summary(result, metric)}</p>',
-            self.head: self._panel(key, result, direction, metric, pick),
+            self.marks: marks_view(marks, result.kv_heads),
+            **predicted,
+            **self.show_head(result, metric, pick, patches, marks),
+        }
+
+    def show_prediction(self, patches: Any) -> dict[Any, Any]:
+        """Figures and table of the interventions."""
+        if patches is None or patches.prediction is None:
+            why = '<p class="kv-note">Nothing was patched yet for this mapper.</p>'
+            hidden = gr.update(visible=False)
+            return {self.curve: hidden, self.predicted: why, self.correlation: hidden, self.patch_origin: ""}
+        from workbench import plots
+
+        return {
+            self.curve: gr.update(value=plots.repair(patches), visible=True),
+            self.predicted: f'<p class="kv-sr">{esc(plots.describe(patches))}</p>{prediction_view(patches)}',
+            self.correlation: gr.update(value=plots.correlation(patches), visible=True),
+            self.patch_origin: provenance(patches),
+        }
+
+    def show_head(self, result: Any, metric: str, pick: Any, patches: Any, marks: Any) -> dict[Any, Any]:
+        """One head: numbers, figures, tokens, and its place in the menu."""
+        from workbench import plots
+
+        hidden = gr.update(visible=False)
+        if pick is None:
+            return {self.head: "", self.tokens: "", **dict.fromkeys(self.figures, hidden)}
+        layer, head = pick[0], kv_head(result, metric, pick[1])
+        details, figures = result.details, dict.fromkeys(self.figures, hidden)
+        if details is not None:
+            drawn = [plots.directions(details, layer, head, kind) for kind in ("key", "value")]
+            drawn.append(plots.positions(details, layer, head))
+            figures = {
+                place: gr.update(value=figure, visible=True)
+                for place, figure in zip(self.figures, drawn, strict=True)
+            }
+        menu = [head_name(t, h) for t in range(result.layers) for h in range(result.kv_heads)]
+        fitting = (
+            patches if patches is not None and patches.provenance.mapper == result.provenance.mapper else None
+        )
+        return {
+            self.head: head_view(result, metric, *pick, fitting, marks.heads),
+            self.tokens: tokens_view(details, layer, head),
+            **figures,
+            self.menu: gr.update(choices=menu, value=head_name(layer, head)),
         }
 
     def _linked(self, key: str | None, result: Any, metric: str) -> tuple[int, int] | None:
-        """The head that the address asked for, when there is such a head."""
+        """The head that the address or the last click asked for, when there is such a head."""
         head = visit_of(self.engine, key)[1].head
         layers, heads = result.metrics[metric].shape
         return head if head is not None and head[0] < layers and head[1] < heads else None
 
-    def pick(self, key: str | None, direction: str, metric: str, event: gr.EventData) -> str:
+    def pick(
+        self,
+        key: str | None,
+        direction: str,
+        label: str,
+        metric: str | None,
+        other: str,
+        view: str,
+        event: gr.EventData,
+    ) -> dict[Any, Any]:
         """The panel of one head; what comes from the page is checked."""
-        from workbench.lab.results import METRICS
-
-        result, why = saved(self.engine, key, direction, "heads")
         data = event._data or {}
-        layer, head = data.get("layer"), data.get("head")
-        if result is None or not isinstance(layer, int) or not isinstance(head, int):
-            return notice(why or "There is no such head.")
-        heads = result.kv_heads if METRICS[metric].per == "kv" else result.query_heads
-        if not (0 <= layer < result.layers and 0 <= head < heads):
-            return notice("There is no such head.")
-        return self._panel(key, result, direction, metric, (layer, head))
+        return self._open_head(key, direction, label, metric, (data.get("layer"), data.get("head")))
 
-    def _panel(
-        self, key: str | None, result: Any, direction: str, metric: str, pick: tuple[int, int] | None
-    ) -> str:
-        if pick is None:
-            return ""
+    def _open_head(
+        self, key: str | None, direction: str, label: str, metric: str | None, wanted: tuple[Any, Any]
+    ) -> dict[Any, Any]:
+        result, why = work.result_of(self.engine, key, direction, label, "heads")
+        patches, _ = work.result_of(self.engine, key, direction, label, "patch")
+        result = work.with_patches(result, patches)
+        layer, head = wanted
+        if result is None or metric not in result.metrics or type(layer) is not int or type(head) is not int:
+            return {self.head: notice(why or "There is no such head.")}
+        layers, heads = result.metrics[metric].shape
+        if not (0 <= layer < layers and 0 <= head < heads):
+            return {self.head: notice("There is no such head.")}
+        visit_of(self.engine, key)[1].head = (layer, head)
+        marks, _ = work.marks_of(self.engine, key, direction, label)
+        return self.show_head(result, metric, (layer, head), patches, marks)
+
+    def choose(
+        self,
+        key: str | None,
+        direction: str,
+        label: str,
+        metric: str | None,
+        other: str,
+        view: str,
+        name: str | None,
+    ) -> dict[Any, Any]:
+        """A head from the menu; the grid shows it too."""
+        result, _ = work.result_of(self.engine, key, direction, label, "heads")
+        if result is not None and metric is not None and name:
+            names = {head_name(t, h): (t, h) for t in range(result.layers) for h in range(result.kv_heads)}
+            if name in names:
+                layer, head = names[name]
+                per_query = kv_head(result, metric, 1) == 0 and metric in result.metrics
+                group = result.query_heads // result.kv_heads if per_query else 1
+                visit_of(self.engine, key)[1].head = (layer, head * group)
+        return self.open(key, direction, label, metric, other, view)
+
+    def marking(self, what: str) -> Any:
+        """The handler that marks the open head, its layer, or nothing at all."""
+
+        def handle(
+            key: str | None, direction: str, label: str, metric: str | None, other: str, view: str
+        ) -> dict[Any, Any]:
+            result, _ = work.result_of(self.engine, key, direction, label, "heads")
+            patches, _ = work.result_of(self.engine, key, direction, label, "patch")
+            result = work.with_patches(result, patches)
+            if result is None or metric not in result.metrics:
+                return {self.status: notice("There is no head to mark yet; measure first.")}
+            pick = self._linked(key, result, metric) or result.worst(metric)
+            marks, folder = work.marks_of(self.engine, key, direction, label)
+            if what == "none":
+                marks = marks.toggled(marks.heads)
+            elif pick is not None:
+                head = kv_head(result, metric, pick[1])
+                these = range(result.kv_heads) if what == "layer" else [head]
+                marks = marks.toggled([(pick[0], h) for h in these])
+            problem = work.keep_marks(self.engine, key, direction, label, marks, folder)
+            shown = self.show_head(result, metric, pick, patches, marks)
+            return {
+                self.marks: marks_view(marks, result.kv_heads),
+                self.grid: grid_value(result, metric, pick, marks.heads),
+                self.head: shown[self.head],
+                self.status: notice(problem) if problem else "",
+            }
+
+        return handle
+
+    def restore(
+        self, key: str | None, direction: str, label: str, texts: float
+    ) -> Generator[dict[Any, Any], None, None]:
+        """Measures what repairing the marked heads wins."""
+        from dataclasses import replace
+
         _, visit = visit_of(self.engine, key)
-        return head_view(result, metric, *pick, source_layers(self.engine.host_of(visit), direction, pick[0]))
+        marks, folder = work.marks_of(self.engine, key, direction, label)
+        if not marks.heads:
+            yield {self.status: notice("Mark a head or a layer first.")}
+            return
+        other = None if label == work.IN_USE else folder
+        job = work.restore_job(direction, other, marks.heads, int(texts))
+        for status, result, finished in measure(self.engine, key, direction, "restored", job):
+            if not (finished and result is not None):
+                yield {self.status: status}
+                continue
+            visit.results.pop((self.engine.look(visit).ref.name, direction, "restored"), None)
+            marks = replace(marks, gain=result)
+            problem = work.keep_marks(self.engine, key, direction, label, marks, folder)
+            yield {
+                self.marks: marks_view(marks, result.kv_heads),
+                self.status: notice(problem) if problem else status,
+            }
 
 
-def source_layers(host: Any, direction: str, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Source layers that the mapper reads for a target layer: keys, values; None without a mapper."""
-    import json
-
-    try:
-        manifest = json.loads((host.mapper_folder(direction) / "manifest.json").read_text(encoding="utf-8"))
-        return tuple(manifest["key_layers"][layer]), tuple(manifest["value_layers"][layer])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return None
+def head_name(layer: int, head: int) -> str:
+    """A head in the menu."""
+    return f"layer {layer}, KV head {head}"
 
 
-def grid_value(result: Any, metric: str, pick: tuple[int, int] | None) -> dict[str, Any]:
-    """What `assets/heads_grid.js` draws."""
-    from workbench.lab.results import METRICS
-
-    kind = METRICS[metric]
-    values = [[None if math.isnan(x) else float(x) for x in row] for row in result.metrics[metric].tolist()]
-    low, high = (2.0**kind.low, 2.0**kind.high) if kind.log else (kind.low, kind.high)
-    return {
-        "layers": result.layers,
-        "heads": len(values[0]),
-        "values": values,
-        "low": low,
-        "high": high,
-        "log": kind.log,
-        "reverse": kind.better == "low",
-        "head_word": "KV head" if kind.per == "kv" else "query head",
-        "label": f"{kind.title}, layers by heads",
-        "pick": list(pick) if pick else None,
-    }
-
-
-def scale_view(kind: Any) -> str:
-    """The colour scale: bright is good, on a fixed range."""
-    low, high = (2.0**kind.low, 2.0**kind.high) if kind.log else (kind.low, kind.high)
-    worst, best = (low, high) if kind.better == "high" else (high, low)
-    return (
-        f'<div class="kv-scale"><span>{worst:g}</span><i aria-hidden="true"></i>'
-        f"<span>{best:g} {esc(kind.unit)}</span><span>bright is better</span></div>"
-    )
-
-
-def summary(result: Any, metric: str) -> str:
-    """The grid in one sentence."""
-    import numpy as np
-
-    from workbench.lab.results import METRICS
-
-    kind = METRICS[metric]
-    values = result.metrics[metric]
-    if np.isnan(values).all():
-        return "No head could be measured."
-    worst = result.worst(metric)
-    by_layer = np.nanmean(values, axis=1)
-    at = int(np.nanargmin(by_layer) if kind.better == "high" else np.nanargmax(by_layer))
-    return (
-        f"Mean over all heads {number(float(np.nanmean(values)))}; weakest head: layer {worst[0]}, head "
-        f"{worst[1]} "
-        f"({number(float(values[worst]))}); weakest layer on average: {at} ({number(float(by_layer[at]))}). "
-        f"{number(result.tokens)} tokens, {number(result.features)} parameters per output; the first "
-        f"{result.anchors} tokens of each text are run natively and left out."
-    )
-
-
-def head_view(result: Any, metric: str, layer: int, head: int, sources: Any) -> str:
-    """All numbers of one head, and where its keys and values come from."""
-    from workbench.lab.results import METRICS
-
-    group = result.query_heads // result.kv_heads
-    per = METRICS[metric].per
-    kv = head if per == "kv" else head // group
-    queries = range(kv * group, (kv + 1) * group)
-    rows = []
-    for name, kind in METRICS.items():
-        if name not in result.metrics:
-            continue
-        values = result.metrics[name][layer]
-        if kind.per == "kv":
-            shown = number(float(values[kv]))
-        else:
-            cells = {q: number(float(values[q])) for q in queries}
-            if per == "query":
-                cells[head] = f"<b>{cells[head]}</b>"
-            shown = " &nbsp; ".join(cells.values())
-        rows.append((esc(kind.title), shown, f"{number(float(_mean(result.metrics[name][layer])))}"))
-    title = f"Layer {layer}, KV head {kv}"
-    which = f" (query head{'s' if group > 1 else ''} {queries[0]}{f'–{queries[-1]}' if group > 1 else ''})"
-    source = ""
-    if sources is not None:
-        keys, values = (", ".join(map(str, sorted(each))) for each in sources)
-        source = (
-            f'<p class="kv-note">Mapped from source layers {esc(keys)} (keys) and {esc(values)} (values).</p>'
-        )
-    body = table(["Metric", "this head", "mean of the layer"], rows)
-    return (
-        f'<section class="kv-panel" aria-live="polite" aria-label="One head">'
-        f'<h2>{title}<span class="kv-note">{which}</span></h2>{body}{source}</section>'
-    )
-
-
-def _mean(values: Any) -> float:
-    import numpy as np
-
-    return math.nan if np.isnan(values).all() else float(np.nanmean(values))
+def opening_metric(result: Any, patches: Any) -> str:
+    """The metric that predicts best where that is known."""
+    prediction = patches.prediction if patches is not None else None
+    if prediction is not None and prediction.best_metric in result.metrics:
+        return str(prediction.best_metric)
+    return next((name for name in FALLBACK if name in result.metrics), next(iter(result.metrics)))

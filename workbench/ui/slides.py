@@ -13,7 +13,7 @@ from workbench.lab.results import METRICS
 from workbench.lab.results.common import nan_mean
 from workbench.lab.summary import Run
 from workbench.ui.engine import SIDES
-from workbench.ui.heads import grid_value
+from workbench.ui.head_grid import grid_value
 from workbench.ui.markup import bar, esc, ms, number, provenance, side_badge, term
 from workbench.ui.side_by_side import columns_view
 

@@ -1,0 +1,88 @@
+"""What would it win to have these heads right? The chosen heads true in an otherwise mapped cache, beside random ones.
+
+A head can be right in two ways: its layer is among the lowest, which the target can run natively over the whole
+context since nothing above is needed for it; or it is fitted again. The gain measured here is exact for the
+first and an upper bound for the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.errors import Cancelled, InputError
+from workbench.lab.corpus import Document, documents, passages
+from workbench.lab.patch import PatchOptions, branch
+from workbench.lab.provenance import models_of, trace
+from workbench.lab.results.common import Step
+from workbench.lab.results.restored import Restored, native_layers
+
+if TYPE_CHECKING:
+    from workbench.models.pair import PairHost
+
+
+def stream(
+    host: PairHost,
+    direction: str,
+    heads: Sequence[tuple[int, int]],
+    texts: Sequence[Document] | None = None,
+    options: PatchOptions | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Iterator[Step | Restored]:
+    """Measure what restoring heads wins.
+
+    Args:
+        host: the pair.
+        direction: "up" or "down".
+        heads: (layer, KV head) each.
+        texts: to measure on, None for the held-out ones.
+        options: how much; `draws` random sets of as many heads are the control.
+        should_stop: asked before every text.
+
+    Yields:
+        A `Step` a text; the `Restored` last.
+
+    Raises:
+        InputError: no heads, or heads that there are not.
+        Cancelled: when asked to stop.
+    """
+    options = options or PatchOptions()
+    source, target = models_of(host, direction)
+    layers, kv_heads = target.spec.layers, target.spec.kv_heads
+    chosen = sorted(set(heads))
+    if not chosen or any(not (0 <= t < layers and 0 <= h < kv_heads) for t, h in chosen):
+        raise InputError(
+            "There are no such heads.",
+            f"Name layers 0 to {layers - 1} and KV heads 0 to {kv_heads - 1}.",
+        )
+    mapper, _ = host.mapper(direction)
+    random = np.random.default_rng(0)
+    draws = [random.permutation(layers * kv_heads)[: len(chosen)].tolist() for _ in range(options.draws)]
+    groups = [chosen, *([divmod(index, kv_heads) for index in draw] for draw in draws)]
+    variants = [frozenset((t, h, kind) for t, h in group for kind in "kv") for group in groups]
+    length = options.context + options.following
+    cut = passages(target.tokenizer, texts or documents("heldout"), length, options.skip + options.limit)
+    cut = cut[options.skip :] or cut[-options.limit :]
+    base, kls = [], []
+    for number, passage in enumerate(cut):
+        if should_stop and should_stop():
+            raise Cancelled("The measurement was stopped.")
+        with host.holding_lane(should_stop):
+            branches = branch(source, target, mapper, passage, options, should_stop)
+            base.append(branches.base_kl)
+            kls.append(branches.kl("mapped", variants))
+        yield Step((number + 1) / len(cut), f"restoring heads in text {number + 1} of {len(cut)}")
+    means = np.mean(kls, axis=0)
+    yield Restored(
+        heads=tuple(chosen),
+        base_kl=float(np.mean(base)),
+        kl=float(means[0]),
+        random_kl=float(means[1:].mean()) if options.draws else float("nan"),
+        native_layers=native_layers(chosen, kv_heads),
+        layers=layers,
+        kv_heads=kv_heads,
+        texts=len(cut),
+        provenance=trace(host, direction, len(cut) * options.following, [(p.name, p.ids) for p in cut]),
+    )

@@ -1,0 +1,235 @@
+"""What the Heads tab reads and runs: which mappers there are, their saved results, and the measuring jobs.
+
+Only the jobs load weights. A mapper is named by a label that the server made; whatever else comes from the page means
+the mapper in use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import InputError, WorkbenchError
+from workbench.lab.corpus import documents
+from workbench.lab.marks import Marks, load_marks, save_marks
+from workbench.ui.engine import Engine
+from workbench.ui.head_view import mappers_line
+from workbench.ui.measuring import results_folder, saved, visit_of
+
+IN_USE = "the mapper in use"
+EVERY_TEXT, OWN_TEXT = "all held-out texts", "my own text"
+LENGTH, SHORTEST = 512, 48
+MAPPERS_SHOWN = 40
+
+
+def text_names() -> list[str]:
+    """What can be measured on."""
+    return [EVERY_TEXT, *(document.name for document in documents("heldout")), OWN_TEXT]
+
+
+def mappers(engine: Engine, key: str | None, direction: str) -> dict[str, Path]:
+    """Label -> folder of every mapper of a direction; the one in use comes first."""
+    from workbench.models.catalog import PRECOMPUTED, own_artefact_folder
+
+    _, visit = visit_of(engine, key)
+    ref = engine.look(visit).ref
+    used = results_folder(engine, visit, direction)
+    found = {IN_USE: used}
+    own = own_artefact_folder(ref, direction)
+    beside = sorted(own.parent.iterdir()) if own.parent.is_dir() else []
+    for folder in (PRECOMPUTED / ref.name / direction, *beside[:MAPPERS_SHOWN]):
+        manifest = manifest_of(folder)
+        if folder != used and manifest.get("direction") == direction:
+            name = "shipped" if folder.parent.parent == PRECOMPUTED else folder.name
+            found[f"{name}: {mappers_line(manifest)}"] = folder
+    return found
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """A mapper's manifest as it stands, {} when there is none that can be read."""
+    try:
+        data = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return data if isinstance(data, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def result_of(engine: Engine, key: str | None, direction: str, label: str, kind: str) -> tuple[Any, str]:
+    """The result of a mapper, measured here or saved beside it.
+
+    Returns:
+        (result or None, a sentence when there is none).
+    """
+    if label == IN_USE:
+        return saved(engine, key, direction, kind)
+    from workbench.lab.provenance import load_result
+
+    _, visit = visit_of(engine, key)
+    own = visit.results.get(place_of(engine.look(visit).ref.name, direction, kind, label))
+    folder = mappers(engine, key, direction).get(label)
+    if own is not None or folder is None:
+        return own, "" if own is not None else "There is no such mapper any more."
+    try:
+        if (folder / f"{kind}.json").is_file():
+            return load_result(folder / f"{kind}.json", kind), ""
+    except WorkbenchError as error:
+        return None, engine.sentence(error)
+    return None, f"Nothing was measured yet for {label}. Measure it here."
+
+
+def place_of(pair: str, direction: str, kind: str, label: str) -> tuple[str, str, str]:
+    """Where a visitor's result is kept; what is not of the mapper in use stays out of reports about the pair."""
+    return (pair, direction, kind) if label == IN_USE else (pair, f"{direction} of {label}", kind)
+
+
+def with_patches(result: Any, patches: Any) -> Any:
+    """Head maps with what interventions found, where both are of one mapper."""
+    if patches is None or result is None or patches.gain["kv"].shape != (result.layers, result.kv_heads):
+        return result
+    if patches.provenance.mapper != result.provenance.mapper:
+        return result
+    return result.with_causal(patches.gain["kv"], patches.damage["kv"])
+
+
+def host_with(host: Any, direction: str, folder: Path | None) -> Any:
+    """The same models with another mapper; the host itself when no folder is given.
+
+    Raises:
+        ArtefactError: the mapper is damaged, or belongs to something else.
+    """
+    if folder is None:
+        return host
+    from workbench.kv import artefact
+    from workbench.lab.provenance import models_of
+    from workbench.models.pair import PairHost
+
+    source, target = models_of(host, direction)
+    loaded = artefact.load(folder, source.identity, target.identity, direction)
+    other = PairHost.from_models(
+        host.model("small"), host.model("large"), {direction: loaded}, name=host.pair.name
+    )
+    other.lane = host.lane
+    return other
+
+
+def chosen_texts(tokenizer: Any, choice: str, own: str, limit: int, longest: int) -> tuple[Any, int, int]:
+    """What to measure on: (documents or None for the held-out ones, passages, tokens a passage).
+
+    Raises:
+        InputError: the text is too short.
+    """
+    from workbench.lab.corpus import Document, encode
+
+    if choice == OWN_TEXT:
+        found = [Document("my own text", own)]
+    else:
+        found = [document for document in documents("heldout") if document.name == choice]
+    if not found:
+        return None, limit, LENGTH
+    tokens = len(encode(tokenizer, found[0], longest))
+    if tokens < SHORTEST:
+        raise InputError(f"The text has only {tokens} tokens.", f"Give one of at least {SHORTEST}.")
+    length = min(tokens, LENGTH)
+    return found, max(1, min(limit, tokens // length)), length
+
+
+def maps_job(
+    visit: Any, direction: str, label: str, folder: Path | None, texts: tuple[str, str, int], patch: bool
+) -> Callable[[Any, Any], Iterator[Any]]:
+    """A job for `measure`: the metrics of a mapper, and the interventions too where they are asked for.
+
+    Args:
+        visit: keeps the interventions' result; the metrics are kept by `measure`.
+        direction: "up" or "down".
+        label: of the mapper.
+        folder: of the mapper, None for the one in use.
+        texts: choice, own text, passages.
+        patch: patch every head too.
+    """
+
+    def start(host: Any, should_stop: Any) -> Iterator[Any]:
+        from workbench.lab import heads
+        from workbench.lab import patch as patching
+        from workbench.lab.results import Step
+
+        other = host_with(host, direction, folder)
+        tokenizer = host.model("large").tokenizer
+        found, limit, length = chosen_texts(tokenizer, *texts, longest=host.max_positions())
+        share, maps = 0.25 if patch else 1.0, None
+        for item in heads.stream(other, direction, found, limit, length, should_stop=should_stop):
+            if isinstance(item, Step):
+                yield Step(share * item.fraction, item.text)
+            else:
+                maps = item
+        assert maps is not None  # a stream ends with its result
+        if patch:
+            short = min(patching.DEFAULT_CONTEXT + patching.DEFAULT_FOLLOWING, length)
+            following = min(patching.DEFAULT_FOLLOWING, short // 4)
+            options = patching.PatchOptions(
+                limit=limit,
+                context=short - following,
+                following=following,
+                skip=limit if found is None else 0,
+            )
+            for item in patching.stream(other, direction, found, options, maps, should_stop=should_stop):
+                if isinstance(item, Step):
+                    yield Step(share + (1 - share) * item.fraction, item.text)
+                else:
+                    visit.results[place_of(host.pair.name, direction, "patch", label)] = item
+                    maps = maps.with_causal(item.gain["kv"], item.damage["kv"])
+        yield maps
+
+    return start
+
+
+def restore_job(
+    direction: str, folder: Path | None, heads: tuple[tuple[int, int], ...], limit: int
+) -> Callable[[Any, Any], Iterator[Any]]:
+    """A job for `measure`: what repairing the marked heads wins."""
+
+    def start(host: Any, should_stop: Any) -> Iterator[Any]:
+        from workbench.lab import patch, restore
+
+        options = patch.PatchOptions(limit=limit)
+        return restore.stream(
+            host_with(host, direction, folder), direction, heads, options=options, should_stop=should_stop
+        )
+
+    return start
+
+
+def marks_of(engine: Engine, key: str | None, direction: str, label: str) -> tuple[Marks, Path]:
+    """The marks of a mapper and its folder; a visitor of a public page has marks of their own."""
+    _, visit = visit_of(engine, key)
+    folder = mappers(engine, key, direction).get(label) or results_folder(engine, visit, direction)
+    mapper = str(manifest_of(folder).get("tensors_sha256", ""))
+    own = visit.results.get(marks_place(engine, visit, direction, label))
+    if own is not None and own.mapper == mapper:
+        return own, folder
+    return (Marks(mapper) if engine.settings.public else load_marks(folder, mapper)), folder
+
+
+def marks_place(engine: Engine, visit: Any, direction: str, label: str) -> tuple[str, str, str]:
+    """Where a visitor's marks are kept."""
+    return engine.look(visit).ref.name, f"{direction} of {label}", "marks"
+
+
+def keep_marks(
+    engine: Engine, key: str | None, direction: str, label: str, marks: Marks, folder: Path
+) -> str:
+    """Keep marks for the visitor, and beside the mapper where the page is not public and the mapper is saved.
+
+    Returns:
+        A sentence when they could not be written, else "".
+    """
+    _, visit = visit_of(engine, key)
+    visit.results[marks_place(engine, visit, direction, label)] = marks
+    if engine.settings.public or not marks.mapper or not (folder / "manifest.json").is_file():
+        return ""
+    try:
+        save_marks(folder, marks)
+    except WorkbenchError as error:
+        return engine.sentence(error)
+    return ""
