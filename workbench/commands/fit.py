@@ -10,6 +10,12 @@ from typing import Any
 
 from workbench.errors import InputError, WorkbenchError
 
+# The defaults of `FitOptions`, written out so that `--help` needs no imports; a test compares the two.
+DEFAULTS: dict[str, Any] = {
+    "top_k": "6", "ridge": "0.01", "selection": "ranked", "objective": "plain", "features": "own", "rank": 0,
+    "polish": 0,
+}  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the fit; the pair and the direction are common to all commands."""
@@ -21,13 +27,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens a piece (default: 512)")
     parser.add_argument("--stride", type=int, default=1, help="use every S-th token (default: 1)")
     parser.add_argument(
-        "--top-k", default="6", metavar="K|all|auto", help="source layers a target layer (default: 6)"
+        "--top-k",
+        default=DEFAULTS["top_k"],
+        metavar="K|all|auto",
+        help=f"source layers a target layer reads (default: {DEFAULTS['top_k']})",
     )
     parser.add_argument(
-        "--ridge", default="0.01", metavar="X|auto", help="ridge strength, without unit (default: 0.01)"
+        "--ridge",
+        default=DEFAULTS["ridge"],
+        metavar="X|auto",
+        help=f"ridge strength, without unit (default: {DEFAULTS['ridge']})",
     )
     parser.add_argument(
-        "--objective", choices=["plain"], default="plain", help="what is minimised (default: plain)"
+        "--selection",
+        choices=["ranked", "greedy"],
+        default=DEFAULTS["selection"],
+        help=f"how source layers are put in order: each alone, or what each adds (default: {DEFAULTS['selection']})",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=["plain", "attention"],
+        default=DEFAULTS["objective"],
+        help=f"which errors count: all alike, or as the target's attention sees them (default: {DEFAULTS['objective']})",
+    )
+    parser.add_argument(
+        "--features",
+        choices=["own", "both"],
+        default=DEFAULTS["features"],
+        help=f"own: keys from keys, values from values; both: each from both (default: {DEFAULTS['features']})",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=DEFAULTS["rank"],
+        metavar="R",
+        help=f"low rank: coordinates that all target layers share; 0: a matrix each (default: {DEFAULTS['rank']})",
+    )
+    parser.add_argument(
+        "--mlp",
+        type=int,
+        nargs="?",
+        const=256,
+        default=0,
+        metavar="WIDTH",
+        help="add two hidden layers (WIDTH 256 unless given) to a low-rank map with both features",
+    )
+    parser.add_argument(
+        "--polish",
+        type=int,
+        default=DEFAULTS["polish"],
+        metavar="STEPS",
+        help=f"steps of gradient descent on the target's own KL afterwards (default: {DEFAULTS['polish']})",
     )
     parser.add_argument(
         "--anchors", type=int, default=4, help="first tokens left out and run natively (default: 4)"
@@ -39,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sums", type=Path, metavar="FILE",
-        help="keep what was gathered from the text here: with --resume another --top-k or --ridge is fitted at once",
+        help="keep what was gathered from the text here: with --resume another --top-k, --ridge, --rank or --selection "
+        "is fitted at once",
     )  # fmt: skip
 
 
@@ -63,6 +114,12 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         anchors=args.anchors,
         hold_back=args.hold_back,
         seed=args.seed,
+        selection=args.selection,
+        objective=args.objective,
+        features=args.features,
+        rank=args.rank,
+        mlp=args.mlp,
+        polish=args.polish,
     )
     out = args.out or home() / "mappers" / host.pair.name / direction
     check_writable(out)
@@ -98,8 +155,20 @@ def show(result: dict[str, Any]) -> str:
         f"Saved in {result['out']}",
         f"held-out R²: keys {result['r2_k']:.3f}, values {result['r2_v']:.3f}",
         f"{result['tokens']} tokens, {result['features']} parameters per output (p/n {result['p_over_n']:.3f})",
+        f"{result['parameters']:,} numbers, {result['flops_per_token'] / 1e6:.1f} million operations a token",
         f"{seconds['capture']:.0f} s reading, {seconds['solve']:.0f} s solving, {result['peak_rss_mb']:.0f} MB at most",
     ]
+    if result["mlp"]:
+        mlp = result["mlp"]
+        lines.append(
+            f"MLP: held-out R² of keys {mlp['r2_k_without']:.3f} without and {mlp['r2_k_with']:.3f} with it, "
+            f"of values {mlp['r2_v_without']:.3f} and {mlp['r2_v_with']:.3f}"
+        )
+    if result["polish_kl"]:
+        kl = result["polish_kl"]
+        lines.append(
+            f"polish: KL on held-out pieces {kl[0]:.4f} before, {min(kl):.4f} after, {seconds['polish']:.0f} s"
+        )
     return "\n".join(lines + ([f"Warning: {result['warning']}"] if result["warning"] else []))
 
 
