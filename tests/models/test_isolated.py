@@ -65,7 +65,7 @@ def test_a_hostile_template_is_refused_in_time(template: str, why: str) -> None:
     started = time.monotonic()
     with pytest.raises(UnsupportedModelError, match=why):
         isolate(with_template(template), "model")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20  # on a busy machine; a quarter of it on an idle one
     isolate(with_template(CHATML), "model")  # the next one has a child again
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import InputError
-from workbench.models.catalog import DIRECTIONS, EMBEDDED_PAIR, resolve, source_side
+from workbench.models.catalog import DIRECTIONS, EMBEDDED_PAIR, SIDES, PairRef, resolve, source_side
 from workbench.models.sources import is_local
 
 if TYPE_CHECKING:
@@ -31,11 +31,18 @@ def add_common_arguments(parser: argparse.ArgumentParser, takes_pair: bool) -> N
         )
         group.add_argument("--source", metavar="X", help="folder, GGUF file or hub id, instead of a pair")
         group.add_argument("--target", metavar="Y", help="the model that --source hands over to")
+        for side in ("source", "target"):
+            group.add_argument(
+                f"--{side}-adapter", metavar="DIR", help=f"PEFT adapter over --{side} (folder or hub id)"
+            )
         group.add_argument(
             "--direction", choices=DIRECTIONS, default="up", help="up: small (source) to large (target)"
         )
         group.add_argument(
-            "--mapper", type=Path, metavar="DIR", help="mapper of this direction, instead of the usual one"
+            "--mapper",
+            type=Path,
+            metavar="DIR",
+            help="mapper of this direction, instead of the usual one; `identity`: the source's cache unmapped",
         )
         group.add_argument(
             "--device-map", default="auto", help="auto, cpu, cuda:0 or a JSON file (default: auto)"
@@ -44,6 +51,11 @@ def add_common_arguments(parser: argparse.ArgumentParser, takes_pair: bool) -> N
         group.add_argument(
             "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)"
         )
+        for side in SIDES:
+            for option, what in (("device-map", "MAP"), ("max-memory", "LIMITS"), ("dtype", "DTYPE")):
+                group.add_argument(
+                    f"--{side}-{option}", metavar=what, help=f"the same for the {side} model alone"
+                )
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     group.add_argument("--debug", action="store_true", help="show tracebacks and warnings")
@@ -67,11 +79,7 @@ def prepare_environment(args: argparse.Namespace) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
         warnings.simplefilter("ignore")
-    pair = (
-        resolve(args.pair, args.source, args.target, args.direction)
-        if hasattr(args, "pair")
-        else EMBEDDED_PAIR
-    )
+    pair = pair_from_args(args) if hasattr(args, "pair") else EMBEDDED_PAIR
     if is_local(pair.small) and is_local(pair.large) and not getattr(args, "online", False):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -82,16 +90,39 @@ def host_from_args(args: argparse.Namespace) -> tuple[PairHost, str]:
     Raises:
         InputError: arguments that contradict each other or name nothing.
     """
-    from workbench.models.pair import PairHost
+    from workbench.models.pair import IDENTITY, PairHost
 
-    pair = resolve(args.pair, args.source, args.target, args.direction)
+    pair = pair_from_args(args)
     source_side(args.direction)
-    if args.mapper is not None and not args.mapper.is_dir():
+    if args.mapper is not None and args.mapper != IDENTITY and not args.mapper.is_dir():
         raise InputError(
             f"There is no mapper folder {args.mapper.name!r}.", "Give the folder with manifest.json."
         )
     mappers = {args.direction: args.mapper} if args.mapper is not None else None
-    return PairHost(pair, args.device_map, args.dtype, args.max_memory, mappers), args.direction
+    host = PairHost(pair, args.device_map, args.dtype, args.max_memory, mappers, by_side=side_options(args))
+    return host, args.direction
+
+
+def pair_from_args(args: argparse.Namespace) -> PairRef:
+    """The pair that the arguments name, adapters included.
+
+    Raises:
+        InputError: arguments that contradict each other or name nothing.
+    """
+    refs = {}
+    for side in ("source", "target"):
+        ref, adapter = getattr(args, side), getattr(args, f"{side}_adapter", None)
+        if adapter is not None and ref is None:
+            raise InputError(f"--{side}-adapter needs --{side}, the model below it.")
+        refs[side] = f"{ref}+{adapter}" if adapter is not None else ref
+    return resolve(args.pair, refs["source"], refs["target"], args.direction)
+
+
+def side_options(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Where the two models differ in device map, memory limits and dtype."""
+    names = ("device_map", "max_memory", "dtype")
+    given = {side: {name: getattr(args, f"{side}_{name}", None) for name in names} for side in SIDES}
+    return {side: {k: v for k, v in values.items() if v is not None} for side, values in given.items()}
 
 
 class StderrProgress:

@@ -145,6 +145,9 @@ def resolve(
 
 def _last(ref: str) -> str:
     """What people call a reference: without folders and endings."""
+    base, plus, adapter = ref.rpartition("+")
+    if plus and base:
+        return f"{_last(base)}+{_last(adapter)}"
     name = ref.rstrip("/").rpartition("/")[2] or "model"
     return name[:-5] if name.lower().endswith(".gguf") else name
 

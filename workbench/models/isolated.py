@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 30.0
-BUSY_FACTOR = 6  # on a busy machine a child gets its seconds of processor time within so many times as long
+BUSY_FACTOR = 4  # on a busy machine a child gets its seconds of processor time within so many times as long
 MEMORY_MB = 512  # of address space, besides a file that is mapped
 ANSWER_BYTES = 16_000_000
 

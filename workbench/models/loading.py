@@ -14,6 +14,7 @@ import json
 import logging
 import platform
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from workbench.errors import InputError, ModelUnavailableError, UnsupportedModel
 from workbench.kv.artefact import ModelIdentity
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec, tokenizer_hash
+from workbench.models import adapter
 from workbench.models.catalog import known
 from workbench.models.sources import Source, locate
 from workbench.models.template_child import isolate
@@ -87,7 +89,7 @@ def load(
 
     Args:
         ref: "embedded:large", "embedded:small", a folder, a GGUF file, or a hub id with an optional
-            "@revision".
+            "@revision"; "BASE+ADAPTER" for a PEFT adapter over one of these.
         device_map: "auto", "cpu", "cuda:0", …, a JSON file, or a dict of module name to device.
         dtype: "auto", "float32", "bfloat16" or "float16".
         max_memory: like "cpu=4GiB,0=10GiB".
@@ -108,20 +110,25 @@ def load(
     report(0.3, f"Loading {source.name}")
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(source.path, **source.arguments)
-            spec = KVSpec.from_config(config)  # refuses what cannot be mapped before the weights are read
+            config, renamed = text_part(AutoConfig.from_pretrained(source.path, **source.arguments))
+            KVSpec.from_config(config)  # refuses what cannot be mapped before the weights are read
             tokenizer = AutoTokenizer.from_pretrained(source.path, **source.arguments)
             if not known(ref):
                 isolate(tokenizer, source.name)
             model = AutoModelForCausalLM.from_pretrained(
                 source.path,
+                config=config,
                 dtype=wanted,
                 device_map=placement,
                 max_memory=memory,
                 attn_implementation="sdpa",
                 use_safetensors=True,
+                offload_folder=offload_folder(placement, memory),
+                **renamed,
                 **source.arguments,
             )
+            if source.adapter:
+                model = adapter.merged(model, Path(source.adapter))
         except WorkbenchError:
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -132,7 +139,6 @@ def load(
         except Exception as error:
             raise unreadable(source, error) from error
     report(0.95, f"{source.name} is loaded")
-    del spec
     loaded = wrap(model, tokenizer, source.name, source.revision, ref=ref, dtype_reason=reason)
     report(1.0, f"{source.name} is ready")
     return loaded
@@ -171,7 +177,13 @@ def wrap(
 
 
 def read_spec(ref: str, *, fetch: bool = True) -> tuple[KVSpec, str]:
-    """Geometry and display name of a model from its config alone.
+    """Geometry and display name of a model from its config alone; arguments and errors as for `read_config`."""
+    config, name = read_config(ref, fetch=fetch)
+    return KVSpec.from_config(config), name
+
+
+def read_config(ref: str, *, fetch: bool = True) -> tuple[Any, str]:
+    """A model's config and display name, without its weights.
 
     Args:
         ref: as for `load`.
@@ -183,10 +195,39 @@ def read_spec(ref: str, *, fetch: bool = True) -> tuple[KVSpec, str]:
     source = locate(ref, config_only=True, fetch=fetch)
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(source.path, **source.arguments)
+            config = text_part(AutoConfig.from_pretrained(source.path, **source.arguments))[0]
+        except WorkbenchError:
+            raise
         except Exception as error:
             raise unreadable(source, error) from error
-    return KVSpec.from_config(config), source.name
+    return config, source.name
+
+
+def text_part(config: Any) -> tuple[Any, dict[str, Any]]:
+    """The language model's config in one that also sees pictures, where it is a plain decoder that can be used alone.
+
+    Ministral 3 comes so. Its weights lie under `language_model`; the vision part is not read.
+
+    Returns:
+        The config, and the arguments that make `from_pretrained` find the weights under their other names.
+
+    Raises:
+        UnsupportedModelError: its weights are stored in FP8.
+    """
+    if getattr(config, "model_type", None) != "mistral3":
+        return config, {}
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            "The weights of this Ministral 3 are stored in FP8, which only the whole model reads.",
+            "Choose the repository of the same name that ends in -BF16.",
+        )
+    text = config.text_config
+    text.tie_word_embeddings = config.tie_word_embeddings  # the whole model's word counts
+    names = {
+        r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.",
+        r"^language_model\.lm_head": "lm_head",
+    }
+    return text, {"key_mapping": names}
 
 
 def unreadable(source: Source, error: Exception) -> WorkbenchError:
@@ -312,6 +353,17 @@ def first_device(placement: str | dict[str, Any]) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def offload_folder(placement: str | dict[str, Any], memory: dict[Any, Any] | None) -> str | None:
+    """Where layers that fit on no device may be written, None when none can be; gone when the process ends."""
+    to_disk = memory is not None or (isinstance(placement, dict) and "disk" in placement.values())
+    return _offload_folder().name if to_disk else None
+
+
+@functools.cache
+def _offload_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kv-workbench-offload-")
 
 
 def layer_devices(model: Any, layers: int) -> tuple[torch.device, ...]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import ArtefactError, Cancelled, InputError, WorkbenchError
+from workbench.errors import ArtefactError, Cancelled, IncompatiblePairError, InputError, WorkbenchError
 from workbench.kv import artefact
 from workbench.kv.artefact import Manifest
 from workbench.kv.mapper import KVMapper
@@ -22,6 +23,7 @@ from workbench.models.catalog import SIDES, PairRef, artefact_folder, other_side
 from workbench.models.loading import LoadedModel, load, read_spec
 
 Progress = Callable[[float, str], None]
+IDENTITY = Path("identity")  # in place of a mapper's folder
 
 
 class PairHost:
@@ -39,6 +41,7 @@ class PairHost:
         dtype: str = "auto",
         max_memory: str | dict[Any, Any] | None = None,
         mappers: Mapping[str, Path] | None = None,
+        by_side: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Nothing is loaded yet.
 
@@ -47,11 +50,14 @@ class PairHost:
             device_map: as for `load`, for both models.
             dtype: as for `load`.
             max_memory: as for `load`.
-            mappers: folders of artefacts by direction, instead of the usual places.
+            mappers: folders of artefacts by direction, instead of the usual places; the path `IDENTITY` takes the
+                source's cache over unmapped.
+            by_side: what of these differs for "small" or "large", such as {"large": {"device_map": "cuda:1"}}.
         """
         self.pair = pair
         self.lane = threading.RLock()
-        self._options: dict[str, Any] = {"device_map": device_map, "dtype": dtype, "max_memory": max_memory}
+        common: dict[str, Any] = {"device_map": device_map, "dtype": dtype, "max_memory": max_memory}
+        self._options = {side: common | dict((by_side or {}).get(side, {})) for side in SIDES}
         self._folders = dict(mappers or {})
         self._models: dict[str, LoadedModel] = {}
         self._mappers: dict[str, tuple[KVMapper, Manifest]] = {}
@@ -87,7 +93,7 @@ class PairHost:
             raise InputError(f"There is no side {side!r}.", "Use small or large.")
         with self._loading:
             if side not in self._models:
-                self._adopt(side, load(self.pair.ref(side), progress=progress, **self._options))
+                self._adopt(side, load(self.pair.ref(side), progress=progress, **self._options[side]))
             return self._models[side]
 
     def _adopt(self, side: str, model: LoadedModel) -> None:
@@ -122,6 +128,9 @@ class PairHost:
         with self._loading:
             if direction not in self._mappers:
                 folder = self.mapper_folder(direction)
+                if folder == IDENTITY and not folder.is_dir():
+                    self.use_mapper(direction, self._identity(direction), None)
+                    return self._mappers[direction]
                 if self._in_memory or not (folder / artefact.MANIFEST).is_file():
                     raise ArtefactError(
                         f"There is no mapper for {self.pair.name} {direction}.",
@@ -131,6 +140,21 @@ class PairHost:
                 mapper, manifest = artefact.load(folder, source.identity, target.identity, direction)
                 self.use_mapper(direction, mapper, manifest)
             return self._mappers[direction]
+
+    def _identity(self, direction: str) -> KVMapper:
+        """The map that changes nothing: the baseline of two models of one geometry (a base and an adapter over it).
+
+        Raises:
+            IncompatiblePairError: the caches differ in shape.
+        """
+        source, target = (self.model(side(direction)).spec for side in (source_side, target_side))
+        shapes = [(spec.layers, spec.kv_heads, spec.head_dim) for spec in (source, target)]
+        if shapes[0] != shapes[1]:
+            raise IncompatiblePairError(
+                "The cache of one model cannot be taken over by the other unmapped: their layers, heads or head sizes "
+                f"differ ({' x '.join(map(str, shapes[0]))} and {' x '.join(map(str, shapes[1]))})."
+            )
+        return replace(KVMapper.identity(target), source=source, anchors=4, hold_back=16)
 
     def use_mapper(self, direction: str, mapper: KVMapper, manifest: Manifest | None) -> None:
         """Use this mapper from now on; a chat that is mapping at the moment finishes with the old one."""

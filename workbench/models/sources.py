@@ -15,11 +15,12 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import InputError, ModelUnavailableError, UnsupportedModelError
+from workbench.models import adapter
 from workbench.models.gguf_check import check_gguf
 
 Progress = Callable[[float, str], None]
@@ -35,12 +36,16 @@ HEADER_LIMIT = 100_000_000
 
 @dataclass(frozen=True)
 class Source:
-    """Files that can be loaded: where, their name, exactly which, and how to ask transformers for them."""
+    """Files that can be loaded: where, their name, exactly which, and how to ask transformers for them.
+
+    `adapter` is the folder of a PEFT adapter to be merged into them, "" for none.
+    """
 
     path: str
     name: str
     revision: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    adapter: str = ""
 
 
 def locate(
@@ -49,7 +54,8 @@ def locate(
     """Find and check the files of a reference.
 
     Args:
-        ref: "embedded:…", a folder, a GGUF file or a hub id with an optional "@revision".
+        ref: "embedded:…", a folder, a GGUF file or a hub id with an optional "@revision"; "BASE+ADAPTER" puts a PEFT
+            adapter over it (see `adapter.py`).
         progress: for the embedded family, which may be fetched and built here.
         config_only: the config will do; weights are not hashed, and not built.
         fetch: False looks on this machine only.
@@ -61,13 +67,20 @@ def locate(
     ref = ref.strip()
     if ref.startswith("embedded:"):
         return _embedded(ref, progress, config_only or not fetch)
+    base, over = adapter.split(ref)
+    if over:
+        return _adapted(base, over, progress, config_only, fetch)
     path = Path(ref).expanduser()
     try:
         there = bool(ref) and path.exists()
     except OSError:  # a name that no file can have
         there = False
     if there:
-        return _gguf(path, progress, config_only) if path.suffix.lower() == ".gguf" else _folder(path, config_only)
+        return (
+            _gguf(path, progress, config_only)
+            if path.suffix.lower() == ".gguf"
+            else _folder(path, config_only)
+        )
     if (
         not ref
         or ref.startswith((".", "/", "~"))
@@ -85,9 +98,31 @@ def locate(
 def is_local(ref: str) -> bool:
     """Whether a reference needs no model hub."""
     try:
+        base, over = adapter.split(ref)
+        if over:
+            return is_local(base) and Path(over).expanduser().exists()
         return ref.startswith(("embedded:", ".", "/", "~")) or Path(ref).exists()
-    except (OSError, ValueError):  # too long for a path, or no path at all
+    except (
+        OSError,
+        ValueError,
+        InputError,
+    ):  # too long for a path, no path at all, or an adapter without a base
         return False
+
+
+def _adapted(base: str, over: str, progress: Progress | None, config_only: bool, fetch: bool) -> Source:
+    """A base with an adapter: the base's files, and a revision over both."""
+    below = locate(base, progress, config_only=config_only, fetch=fetch)
+    folder = Path(over).expanduser()
+    if not (folder / adapter.CONFIG).is_file():
+        if folder.exists() or over.startswith((".", "/", "~")) or not HUB_ID.fullmatch(over):
+            raise ModelUnavailableError(
+                f"{folder.name[:100]!r} is no folder with an adapter ({adapter.CONFIG})."
+            )
+        folder = _hub_adapter(over, fetch)
+    revision = f"sha256:{hashlib.sha256(f'{below.revision} {adapter.check(folder)}'.encode()).hexdigest()}"
+    name = f"{below.name} + {Path(over.partition('@')[0]).name}"
+    return replace(below, name=name, revision="config only" if config_only else revision, adapter=str(folder))
 
 
 def _embedded(ref: str, progress: Progress | None, present_only: bool) -> Source:
@@ -253,20 +288,55 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
 
 def _hub(name: str, revision: str | None, fetch: bool) -> Source:
     """A model on the hub, pinned to a commit; from the local cache when the hub cannot be reached."""
-    commit = _commit(name, revision) if fetch and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0") else None
+    commit = _commit_of(name, revision, fetch)
     offline = commit is None
     commit = commit or _cached_commit(name, revision)
     if commit is None:
-        raise ModelUnavailableError(
-            f"{name} is not on this machine, and the model hub cannot be reached."
-            if fetch
-            else f"{name} is not on this machine.",
-            "Connect once, or give a folder with its files." if fetch else "",
-        )
+        raise _absent(name, fetch)
     return Source(name, name, commit, {"revision": commit, "local_files_only": offline})
 
 
-def _commit(name: str, revision: str | None) -> str | None:
+def _commit_of(name: str, revision: str | None, fetch: bool, file: str = "config.json") -> str | None:
+    return (
+        _commit(name, revision, file)
+        if fetch and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
+        else None
+    )
+
+
+def _hub_adapter(ref: str, fetch: bool) -> Path:
+    """The folder of an adapter on the hub, pinned to a commit; only its two files are fetched."""
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = ref.partition("@")
+    commit = _commit_of(name, revision or None, fetch, adapter.CONFIG)
+    offline = commit is None
+    commit = commit or _cached_commit(name, revision or None, adapter.CONFIG)
+    if commit is None:
+        raise _absent(name, fetch)
+    try:
+        folder = snapshot_download(
+            name,
+            revision=commit,
+            allow_patterns=[adapter.CONFIG, adapter.WEIGHTS],
+            local_files_only=offline or not fetch,
+        )
+    except Exception as error:
+        raise _absent(name, fetch) from error
+    return Path(folder)
+
+
+def _absent(name: str, fetch: bool) -> ModelUnavailableError:
+    """The sentence for what is not here when the hub was not asked, or did not answer."""
+    if not fetch:
+        return ModelUnavailableError(f"{name} is not on this machine.")
+    return ModelUnavailableError(
+        f"{name} is not on this machine, and the model hub cannot be reached.",
+        "Connect once, or give a folder with its files.",
+    )
+
+
+def _commit(name: str, revision: str | None, file: str = "config.json") -> str | None:
     """The commit that a model's files have on the hub now; None when the hub cannot be reached.
 
     Raises:
@@ -281,7 +351,7 @@ def _commit(name: str, revision: str | None) -> str | None:
     )
 
     try:
-        meta = get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_SECONDS)
+        meta = get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=HUB_SECONDS)
     except GatedRepoError as error:
         raise ModelUnavailableError(
             f"{name} is gated.", "Accept its terms on its page and log in with `hf auth login`."
@@ -293,17 +363,15 @@ def _commit(name: str, revision: str | None) -> str | None:
     except RevisionNotFoundError as error:
         raise ModelUnavailableError(f"{name} has no revision {revision!r}.", "Check the spelling.") from error
     except EntryNotFoundError as error:
-        raise ModelUnavailableError(
-            f"{name} is no model that can be loaded: it has no config.json."
-        ) from error
+        raise ModelUnavailableError(f"{name} is no model that can be loaded: it has no {file}.") from error
     except Exception:  # every kind of network trouble; what is in the local cache may still do
         return None
     return meta.commit_hash
 
 
-def _cached_commit(name: str, revision: str | None) -> str | None:
+def _cached_commit(name: str, revision: str | None, file: str = "config.json") -> str | None:
     """The commit of a model in the local hub cache, None when it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    found = try_to_load_from_cache(name, file, revision=revision)
     return Path(found).parent.name if isinstance(found, str) else None
