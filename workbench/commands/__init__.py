@@ -36,5 +36,6 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         True,
         "write everything saved for a pair as one page that opens offline",
     ),
+    "drift": ("workbench.commands.drift", True, "measure what repeated handoffs add, turn by turn"),
     "family": ("workbench.commands.family", False, "build the small embedded model again from the large one"),
 }

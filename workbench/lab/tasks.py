@@ -176,14 +176,14 @@ def _cut(tokenizer: Any, texts: Sequence[Document]) -> list[_Cut]:
     return found
 
 
-def _plain(tokenizer: Any, text: str) -> tuple[int, ...]:
+def plain_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Ids of text that continues something: no start token."""
     return tuple(int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _start(tokenizer: Any) -> tuple[int, ...]:
     """The start token, where the family puts one before every text."""
-    bare, with_start = _plain(tokenizer, "a"), tuple(encode(tokenizer, "a"))
+    bare, with_start = plain_ids(tokenizer, "a"), tuple(encode(tokenizer, "a"))
     return with_start[: len(with_start) - len(bare)]
 
 
@@ -191,14 +191,14 @@ def _passages(
     tokenizer: Any, cut: Sequence[_Cut], names: Sequence[str], limit: int, rng: np.random.Generator
 ) -> list[Context]:
     start = _start(tokenizer)
-    following = [_plain(tokenizer, " " + place.after)[:FOLLOWING] for place in cut]
+    following = [plain_ids(tokenizer, " " + place.after)[:FOLLOWING] for place in cut]
     counts = dict.fromkeys(names, 0)
     found = []
     for i, place in enumerate(cut):
         if all(count >= limit for count in counts.values()):
             break
         questions = []
-        ids = _plain(tokenizer, place.before)[-CONTEXT:]
+        ids = plain_ids(tokenizer, place.before)[-CONTEXT:]
         for name in names:
             question = None
             if counts[name] < limit:
@@ -245,12 +245,12 @@ def _last_word(
         return None
     word = ends[-1]
     wrong = list(rng.choice([w for w in known if w != word[0]], 3, replace=False))
-    prefix = _plain(tokenizer, text[: word.start() - 1])
+    prefix = plain_ids(tokenizer, text[: word.start() - 1])
     return _shuffled(
         "last_word",
         prefix,
-        _plain(tokenizer, f" {word[0]}"),
-        [_plain(tokenizer, f" {w}") for w in wrong],
+        plain_ids(tokenizer, f" {word[0]}"),
+        [plain_ids(tokenizer, f" {w}") for w in wrong],
         rng,
     )
 
@@ -286,15 +286,15 @@ def _facts(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
             break
         owners, values = _drawn(_OWNERS, rng), _drawn(_WORDS, rng)
         text = tokenizer.decode(
-            list(_plain(tokenizer, place.before)[-CONTEXT:]), clean_up_tokenization_spaces=False
+            list(plain_ids(tokenizer, place.before)[-CONTEXT:]), clean_up_tokenization_spaces=False
         )
         words = text.split()
         parts = [" ".join(words[len(words) * i // 5 : len(words) * (i + 1) // 5]) for i in range(5)]
-        ids, depths = [*start, *_plain(tokenizer, parts[0])], []
+        ids, depths = [*start, *plain_ids(tokenizer, parts[0])], []
         for owner, value, part in zip(owners, values, parts[1:], strict=True):
-            ids += _plain(tokenizer, f" The secret word of the {owner} is {value}.")
+            ids += plain_ids(tokenizer, f" The secret word of the {owner} is {value}.")
             depths.append(len(ids))
-            ids += _plain(tokenizer, f" {part}")
+            ids += plain_ids(tokenizer, f" {part}")
         questions = _ask(
             tokenizer, "fact_recall", [f"\n\nThe secret word of the {owner} is" for owner in owners], values,
             [depth / len(ids) for depth in depths], rng,
@@ -321,16 +321,11 @@ def _chats(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
             {"role": "assistant", "content": answer},
         ]
         context = tokenizer.apply_chat_template(messages, tokenize=False)
-        ids = _plain(tokenizer, context)
+        ids = plain_ids(tokenizer, context)
         depths = [
-            len(_plain(tokenizer, context[: context.index(fact) + len(fact)])) / len(ids) for fact in told
+            len(plain_ids(tokenizer, context[: context.index(fact) + len(fact)])) / len(ids) for fact in told
         ]
-        prompts = [
-            tokenizer.apply_chat_template(
-                [*messages, {"role": "user", "content": f"What is the name of my {who}?"}],
-                tokenize=False, add_generation_prompt=True,
-            ).removeprefix(context) + f"The name of your {who} is" for who in kin
-        ]  # fmt: skip
+        prompts = [_asked(tokenizer, messages, who) for who in kin]
         questions = _ask(tokenizer, "multi_turn_recall", prompts, names, depths, rng)[: limit - asked]
         asked += len(questions)
         found.append(Context(document, ids, tuple(questions)))
@@ -350,10 +345,29 @@ def small_talk(tokenizer: Any) -> list[tuple[str, str, str]]:
     found = []
     for number, line in enumerate(lines, start=1):
         first, answer = (message["content"] for message in json.loads(line)["messages"][:2])
-        short = tokenizer.decode(list(_plain(tokenizer, answer)[:TALK]), clean_up_tokenization_spaces=False)
+        short = tokenizer.decode(
+            list(plain_ids(tokenizer, answer)[:TALK]), clean_up_tokenization_spaces=False
+        )
         end = max(short.rfind(mark) for mark in ".!?") + 1
         found.append((f"chat-{number}", first, short[:end] if end > 40 else short))
     return found
+
+
+def told_facts(tokenizer: Any, rng: np.random.Generator) -> tuple[str, list[Question]]:
+    """Four facts to tell in one message, and a question about each in a turn of its own (`multi_turn_recall`)."""
+    kin, names = _drawn(_KIN, rng), _drawn(_NAMES, rng)
+    told = " ".join(f"The name of my {who} is {name}." for who, name in zip(kin, names, strict=True))
+    prompts = [_asked(tokenizer, [{"role": "user", "content": told}, {"role": "assistant", "content": "Yes."}], who)
+               for who in kin]  # fmt: skip
+    return told, _ask(tokenizer, "multi_turn_recall", prompts, names, [0.0] * 4, rng)
+
+
+def _asked(tokenizer: Any, messages: Sequence[dict[str, str]], who: str) -> str:
+    """What a template puts after these messages for a question about one fact, with the answer's beginning."""
+    context = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    question = {"role": "user", "content": f"What is the name of my {who}?"}
+    whole = tokenizer.apply_chat_template([*messages, question], tokenize=False, add_generation_prompt=True)
+    return f"{whole.removeprefix(context)}The name of your {who} is"
 
 
 def _drawn(words: Sequence[str], rng: np.random.Generator) -> list[str]:
@@ -370,11 +384,11 @@ def _ask(
     rng: np.random.Generator,
 ) -> list[Question]:
     """One question a fact; the choices are the values of all facts of the context, so that copying is not enough."""
-    choices = [_plain(tokenizer, f" {value}") for value in values]
+    choices = [plain_ids(tokenizer, f" {value}") for value in values]
     found = []
     for i, (prompt, depth) in enumerate(zip(prompts, depths, strict=True)):
         wrong = [choice for j, choice in enumerate(choices) if j != i]
-        question = _shuffled(task, _plain(tokenizer, prompt), choices[i], wrong, rng, depth)
+        question = _shuffled(task, plain_ids(tokenizer, prompt), choices[i], wrong, rng, depth)
         if question is not None:
             found.append(question)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.lab.provenance import Provenance
@@ -14,16 +14,18 @@ from workbench.lab.results.figure import Figure
 
 @dataclass(frozen=True)
 class DriftTurn:
-    """One turn, over all conversations.
+    """One turn after a handoff, over all conversations.
 
     Attributes:
-        n: its number, from 1; a handoff precedes every turn but the first.
+        n: handoffs so far, this turn's included; the turn before the first one is not listed.
         side: which model speaks.
         kl: KL(the model that read everything ‖ the same model after these handoffs) on the turn's answer, nats.
         top1: share of its positions with the same likeliest token.
         ce: cross entropy of the answer, nats per token.
         ce_never: the same for the model that read everything.
         kl_once: KL when everything before was read again and only this turn's handoff was mapped: one switch.
+        recall: share of the facts told in the first turn that are chosen right (chance one in four).
+        recall_never: the same for the model that read everything.
         new: tokens that were mapped in this handoff, on average; everything else was held already.
         tokens: of the context, on average.
         conversations: how many reached this turn.
@@ -36,6 +38,8 @@ class DriftTurn:
     ce: float
     ce_never: float
     kl_once: Figure
+    recall: Figure
+    recall_never: Figure
     new: float
     tokens: float
     conversations: int
@@ -52,6 +56,8 @@ class DriftTurn:
             "ce_never": self.ce_never,
             "kl_once": self.kl_once.value,
             "kl_once_ci": [self.kl_once.low, self.kl_once.high],
+            "recall": [self.recall.value, self.recall.low, self.recall.high],
+            "recall_never": [self.recall_never.value, self.recall_never.low, self.recall_never.high],
             "new": self.new,
             "tokens": self.tokens,
             "conversations": self.conversations,
@@ -68,6 +74,8 @@ class DriftTurn:
             ce=number(data["ce"]),
             ce_never=number(data["ce_never"]),
             kl_once=Figure(number(data["kl_once"]), *map(number, data["kl_once_ci"])),
+            recall=Figure(*map(number, data["recall"])),
+            recall_never=Figure(*map(number, data["recall_never"])),
             new=number(data["new"]),
             tokens=number(data["tokens"]),
             conversations=data["conversations"],
@@ -79,9 +87,7 @@ class Drift:
     """Alternating handoffs in conversations.
 
     Attributes:
-        turns: from the first on; the first is before any handoff.
-        recall: share of the facts told in the first turn that are still chosen right at the end: "never" (the model
-            that read everything), "mapped" (after all handoffs); {} when not measured.
+        turns: one a handoff, in order.
         bar: how much larger than one switch's KL a turn's may be.
         chats: name and SHA-256 of every conversation.
         seed: of the intervals.
@@ -89,39 +95,34 @@ class Drift:
     """
 
     turns: tuple[DriftTurn, ...]
-    recall: dict[str, Figure] = field(default_factory=dict)
-    bar: float = 2.0
-    chats: tuple[dict[str, str], ...] = ()
-    seed: int = 0
-    provenance: Provenance = field(default=None)  # type: ignore[assignment]
-
-    @property
-    def switched(self) -> tuple[DriftTurn, ...]:
-        """The turns after a handoff."""
-        return tuple(turn for turn in self.turns if turn.n > 1)
+    bar: float
+    chats: tuple[dict[str, str], ...]
+    seed: int
+    provenance: Provenance
 
     @property
     def ratio(self) -> float:
-        """KL of the last turn over the KL that one switch alone has there; NaN without a handoff."""
-        if not self.switched:
-            return math.nan
-        last = self.switched[-1]
+        """KL after the last handoff over the KL that one switch alone has at the same place."""
+        last = self.turns[-1]
         return last.kl.value / last.kl_once.value if last.kl_once.value else math.nan
 
     @property
+    def ratio_first(self) -> float:
+        """KL after the last handoff over the KL after the first one (of the other direction when n is even)."""
+        first = self.turns[0].kl.value
+        return self.turns[-1].kl.value / first if first else math.nan
+
+    @property
     def re_prefill_after(self) -> int | None:
-        """After how many switches to read everything again: the first at which the KL is above `bar` times that of one
-        switch; None when that never happened."""
-        for turn in self.switched:
+        """The first handoff after which the KL is above `bar` times that of one switch; None when none is."""
+        for turn in self.turns:
             if turn.kl.value > self.bar * turn.kl_once.value:
-                return turn.n - 1
+                return turn.n
         return None
 
     def sentence(self) -> str:
         """The recommendation, in words."""
-        if not self.switched:
-            return "No handoff was measured."
-        times = len(self.switched)
+        times = len(self.turns)
         after = self.re_prefill_after
         if after is None:
             return (
@@ -138,8 +139,8 @@ class Drift:
         return jsonable(
             {
                 "turns": [turn.to_json() for turn in self.turns],
-                "recall": {name: [f.value, f.low, f.high] for name, f in self.recall.items()},
                 "ratio": self.ratio,
+                "ratio_first": self.ratio_first,
                 "bar": self.bar,
                 "re_prefill_after": self.re_prefill_after,
                 "recommendation": self.sentence(),
@@ -154,7 +155,6 @@ class Drift:
         """The inverse of `to_json`."""
         return cls(
             tuple(DriftTurn.from_json(turn) for turn in data["turns"]),
-            {name: Figure(*map(number, values)) for name, values in data["recall"].items()},
             number(data["bar"]),
             tuple(dict(chat) for chat in data["chats"]),
             data["seed"],
