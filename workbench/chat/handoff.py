@@ -45,6 +45,7 @@ SPARE_SHARE, LEAST_SPARE = (
     64,
 )  # place for an answer in a new cache: a sixteenth of the context, at least this
 GATE_TOLERANCE = 1e-3  # largest difference of a log-probability that the gate accepts in float32
+HALF_PRECISION_KL = 0.02  # nats between the two next-token distributions that it accepts in half precision
 
 
 @dataclass(frozen=True)
@@ -347,17 +348,24 @@ def gate(target: LoadedModel, ids: Sequence[int], tolerance: float | None = None
     Args:
         target: the model.
         ids: at least two token ids.
-        tolerance: largest accepted difference of a log-probability; None: 1e-3 in float32, 0.25 in half precision.
+        tolerance: largest accepted difference of a log-probability. None: 1e-3 in float32; in half precision 0.25, or
+            four steps between neighbouring numbers at the largest logit where that is more (logits of 40 are 0.25
+            apart in bfloat16), and then the two distributions must also agree to 0.02 nats.
     """
-    if tolerance is None:
-        tolerance = GATE_TOLERANCE if target.dtype == torch.float32 else 0.25
     own, mapped = new_cache(target.spec.layers, len(ids)), new_cache(target.spec.layers, len(ids))
     native = forward(target.model, ids, own)
     assert native is not None  # one row of logits was asked for
     identity = KVMapper.identity(target.spec).to(target.dtype, target.layer_devices)
     logits, _ = hand_over(ids, own, target, mapped, identity, target, anchors=0, hold_back=1)
-    error = float((logits.log_softmax(-1) - native.log_softmax(-1)).abs().max())
-    return GateResult(error <= tolerance, error, len(ids))
+    own_log, mapped_log = native.log_softmax(-1), logits.log_softmax(-1)
+    error = float((mapped_log - own_log).abs().max())
+    if tolerance is None and target.dtype == torch.float32:
+        tolerance = GATE_TOLERANCE
+    if tolerance is not None:
+        return GateResult(error <= tolerance, error, len(ids))
+    step = torch.finfo(target.dtype).eps * float(native.abs().max())
+    kl = float((own_log.exp() * (own_log - mapped_log)).sum())
+    return GateResult(error <= max(0.25, 4 * step) and kl <= HALF_PRECISION_KL, error, len(ids))
 
 
 class _Clock:
