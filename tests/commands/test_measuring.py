@@ -60,7 +60,9 @@ def test_heads(call: Any, tmp_path: Path) -> None:
     assert len(result["metrics"]["cosine"]) == result["layers"] == 3
     assert "worst cosine" in table and load_result(out, "heads").tokens == result["tokens"]
     result, table = call(heads, "--limit", "1", "--length", "40", "--head", "2,1")
-    assert result["head"]["layer"] == 2 and len(result["head"]["tokens"]) == 10 and "layer 2, KV head 1" in table
+    assert (
+        result["head"]["layer"] == 2 and len(result["head"]["tokens"]) == 10 and "layer 2, KV head 1" in table
+    )
     for wrong in (("--head", "3,0"), ("--head", "x"), ("--patch", "--metrics", "r2_k"), ("--hold-back", "0")):
         with pytest.raises(InputError):
             call(heads, "--limit", "1", "--length", "40", *wrong)
@@ -71,20 +73,38 @@ def test_heads_patch(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     out = tmp_path / "heads.json"
     options = ("--limit", "1", "--length", "40", "--patch", "--context", "24", "--following", "4")
     result, table = call(heads, *options, "--out", str(out))
-    assert {"layers", "heads", "metrics", "tokens", "rank_correlation", "repair", "best_metric"} <= set(result)
+    assert {"layers", "heads", "metrics", "tokens", "rank_correlation", "repair", "best_metric"} <= set(
+        result
+    )
     assert {"random", "causal", result["best_metric"]} <= set(result["repair"])
     assert set(result["repair"]["random"]) == {"1", "5", "10", "20"} and "best metric" in table
     saved = load_result(tmp_path / "heads-patch.json", "patch")
-    assert saved.prediction.best_metric == result["best_metric"] and load_result(out, "heads").details is not None
+    assert (
+        saved.prediction.best_metric == result["best_metric"]
+        and load_result(out, "heads").details is not None
+    )
     assert not (tmp_path / "patch").exists() or not list((tmp_path / "patch").iterdir())
 
 
 def test_bench(call: Any, tmp_path: Path) -> None:
     out = tmp_path / "latency.json"
-    result, table = call(bench, "--lengths", "16,24", "--repeats", "5", "--out", str(out))
+    result, table = call(
+        bench,
+        "--lengths",
+        "16,24",
+        "--repeats",
+        "9",
+        "--decode",
+        "4",
+        "--rejection-rate",
+        "0.1",
+        "--out",
+        str(out),
+    )
     assert {"cells", "load_ms", "gemm_fraction", "environment"} <= set(result)
     keys = {"tokens", "map_ms", "handoff_ms", "prefill_ms", "ratio", "net_saving_ms"}
     assert all(keys <= set(cell) for cell in result["cells"])
+    assert result["decode"]["same_tokens"] and "generate" in table and "delivery" in table
     assert "break-even" in table and len(load_result(out, "latency").cells) == 2
     with pytest.raises(InputError):
         call(bench, "--lengths", "many")
@@ -121,3 +141,19 @@ def test_evaluate(call: Any, tmp_path: Path) -> None:
         call(evaluate, "--chats")
     with pytest.raises(InputError):
         call(evaluate, "--anchors", "some")
+
+
+def test_heads_restore(call: Any, tmp_path: Path, host: PairHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "mapper_folder", lambda direction: tmp_path)
+    options = ("--limit", "2", "--context", "24", "--following", "4")
+    result, table = call(heads, *options, "--restore", "0,1,2.1", "--mark")
+    told = result["restored"]
+    assert told["heads_restored"] == [[0, 0], [0, 1], [1, 0], [1, 1], [2, 1]] and told["native_layers"] == 2
+    assert 0 <= told["kl"] < told["base_kl"] and "can be run natively" in table
+    again, _ = call(heads, *options, "--restore", "marked")
+    assert again["restored"]["kl"] == pytest.approx(told["kl"], rel=1e-4)
+    everything, _ = call(heads, *options, "--restore", "0,1,2")
+    assert everything["restored"]["kl"] == pytest.approx(0.0, abs=1e-5)
+    for wrong in ("9", "1.x", "0.7"):
+        with pytest.raises(InputError):
+            call(heads, *options, "--restore", wrong)

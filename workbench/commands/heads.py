@@ -33,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hold-back", type=int, default=1, help="last context tokens run natively (default: 1)"
     )
     group.add_argument("--resume", action="store_true", help="go on from interventions that were stopped")
+    group.add_argument(
+        "--restore", metavar="HEADS",
+        help="only measure what it wins to have these right: LAYER.HEAD or LAYER with commas between, or 'marked'",
+    )  # fmt: skip
+    group.add_argument(
+        "--mark", action="store_true", help="mark the heads of --restore in the mapper, with what they win"
+    )
     add_save_arguments(parser)
 
 
@@ -54,6 +61,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         raise InputError("--metrics leaves out what --patch and --head need.", "Use it alone.")
     host, direction = host_from_args(args)
     texts = corpus.read_files(args.text) if args.text else None
+    if args.restore:
+        return restored(args, host, direction, texts, options, progress)
     names = [name.strip() for name in args.metrics.split(",")] if args.metrics else None
     share = 0.2 if args.patch else 1.0
     result = finish(
@@ -78,6 +87,49 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         args.out = args.out.with_name(f"{args.out.stem}-patch{args.out.suffix}")
     saved = save(args, patches, host, direction, "patch")
     return {**found, **top, "patch": {**told, **saved}}
+
+
+def restored(
+    args: argparse.Namespace, host: Any, direction: str, texts: Any, options: Any, progress: Any
+) -> dict[str, Any]:
+    """What it wins to have some heads right; see `workbench.lab.restore`."""
+    from workbench.lab import marks, restore
+    from workbench.lab.provenance import models_of
+    from workbench.lab.results import finish
+
+    folder = host.mapper_folder(direction)
+    _, manifest = host.mapper(direction)
+    mapper = manifest.tensors_sha256 if manifest is not None else ""
+    marked = marks.load_marks(folder, mapper)
+    _, target = models_of(host, direction)
+    heads = marked.heads if args.restore == "marked" else named_heads(args.restore, target.spec.kv_heads)
+    if not heads:
+        raise InputError("No head is marked in this mapper.", "Name heads instead of 'marked'.")
+    result = finish(restore.stream(host, direction, heads, texts, options), progress)
+    found = {"restored": result.to_json()}
+    if args.mark:
+        marked = marks.Marks(mapper, result.heads, result)
+        found["marked"] = str(marks.save_marks(folder, marked))
+    return found
+
+
+def named_heads(text: str, kv_heads: int) -> list[tuple[int, int]]:
+    """(layer, KV head) of "3.1,5": head 1 of layer 3, all heads of layer 5.
+
+    Raises:
+        InputError: something else.
+    """
+    found: list[tuple[int, int]] = []
+    try:
+        for part in text.split(","):
+            layer, dot, head = part.strip().partition(".")
+            heads = [int(head)] if dot else range(kv_heads)
+            found += [(int(layer), each) for each in heads]
+    except ValueError:
+        raise InputError(
+            f"--restore cannot read {text!r}.", "Write LAYER.HEAD or LAYER, like 3.1,5."
+        ) from None
+    return found
 
 
 def one_head(result: Any, wanted: str) -> dict[str, Any]:
@@ -116,6 +168,8 @@ def show(result: dict[str, Any]) -> str:
     """Per metric the mean of each layer and of all, and the worst head; what patching found below."""
     from workbench.lab.results import METRICS
 
+    if "restored" in result:
+        return show_restored(result)
     if "head" in result:
         return show_head(result["head"])
     names = list(result["metrics"])
@@ -178,6 +232,20 @@ def show_patch(patch: dict[str, Any]) -> list[str]:
         f"best metric: {patch['best_metric']}",
         *saved_line(patch),
     ]
+
+
+def show_restored(result: dict[str, Any]) -> str:
+    """What the restored heads win, beside random ones."""
+    told = result["restored"]
+    names = ", ".join(f"{layer}.{head}" for layer, head in told["heads_restored"])
+    lines = [
+        f"restored {names}",
+        f"KL {told['base_kl']:.4f} -> {told['kl']:.4f}: {told['recovered']:.1%} of it; as many random heads "
+        f"{told['recovered_random']:.1%}; {told['texts']} texts",
+    ]
+    if told["native_layers"]:
+        lines.append(f"the lowest {told['native_layers']} layers are among them: they can be run natively")
+    return "\n".join(lines + ([f"Marked in {result['marked']}"] if "marked" in result else []))
 
 
 def show_head(head: dict[str, Any]) -> str:

@@ -401,13 +401,9 @@ class HeadsTab:
                 these = range(result.kv_heads) if what == "layer" else [head]
                 marks = marks.toggled([(pick[0], h) for h in these])
             problem = work.keep_marks(self.engine, key, direction, label, marks, folder)
-            shown = self.show_head(result, metric, pick, patches, marks)
-            return {
-                self.marks: marks_view(marks, result.kv_heads),
-                self.grid: grid_value(result, metric, pick, marks.heads),
-                self.head: shown[self.head],
-                self.status: notice(problem) if problem else "",
-            }
+            shown = self.open(key, direction, label, metric, other, view)
+            shown[self.status] = notice(problem) if problem else ""
+            return {part: shown[part] for part in (self.marks, self.grid, self.head, self.status)}
 
         return handle
 
