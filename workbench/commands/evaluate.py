@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.commands.common import table
+from workbench.commands.mapper_table import add_mapper_arguments, compare_mappers, show_mappers
 from workbench.commands.saving import add_save_arguments, save, saved_line, shown
 from workbench.errors import InputError
 
@@ -26,7 +27,7 @@ DEFAULT_PASSAGES = 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the evaluation; the pair and the direction are common to all commands."""
     parser.add_argument(
-        "--text", type=Path, nargs="+", metavar="FILE", help="texts (default: the held-out ones)"
+        "--text", "--texts", dest="text", type=Path, nargs="+", metavar="FILE", help="texts (default: the held-out ones)"
     )
     parser.add_argument("--chats", action="store_true", help="measure on the held-out chats instead")
     parser.add_argument(
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--anchors", metavar="M,…", help="one number or a grid (default: the mapper's)")
     parser.add_argument("--hold-back", metavar="H,…", help="one number or a grid (default: the mapper's)")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
+    add_mapper_arguments(parser)
     add_save_arguments(parser)
 
 
@@ -64,6 +66,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     anchors, hold_back = _numbers(args.anchors, "--anchors"), _numbers(args.hold_back, "--hold-back")
     if args.text and args.chats:
         raise InputError("--text and --chats exclude each other.", "Give one of them.")
+    if args.mappers or args.curve:
+        return compare_mappers(args, progress)
     policy = read_policy(args.policy) if args.policy else Policy()
     names = _tasks(args)
     if args.limit is not None and args.limit < 2:
@@ -165,6 +169,8 @@ def show(result: dict[str, Any]) -> str:
     """Tasks, the worst first; all arms at the main setting; the mapped arm at every setting; the decision."""
     from workbench.lab.results import ARMS
 
+    if "mappers" in result:
+        return show_mappers(result)
     rows: list[list[str]] = []
     for name in ARMS:
         if name in result:

@@ -10,12 +10,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from workbench.lab.results import Comparison, Evaluation, HeadMaps, HeadPatches, LatencyBench
+from workbench.lab.results import Comparison, Evaluation, HeadMaps, HeadPatches, LatencyBench, MapperTable
 from workbench.plots.account import account, describe_account
 from workbench.plots.comparison import comparison, describe_comparison
 from workbench.plots.head_detail import directions, positions
 from workbench.plots.heads import describe_heads, heads
 from workbench.plots.latency import describe_latency, latency
+from workbench.plots.mappers import describe_mappers, mappers
 from workbench.plots.patch import correlation, describe_patch, repair
 from workbench.plots.quality import describe_quality, quality
 from workbench.plots.style import GRID, TEXT, safe
@@ -31,6 +32,7 @@ __all__ = [
     "figure",
     "heads",
     "latency",
+    "mappers",
     "positions",
     "quality",
     "repair",
@@ -46,6 +48,7 @@ def figure(result: Any, **options: Any) -> go.Figure:
         Comparison: comparison,
         Evaluation: quality,
         HeadPatches: repair,
+        MapperTable: mappers,
     }
     return draw.get(type(result), account)(result, **options)  # type: ignore[operator]
 
@@ -64,6 +67,7 @@ def describe(result: Any, metric: str | None = None) -> str:
         Comparison: describe_comparison,
         Evaluation: describe_quality,
         HeadPatches: describe_patch,
+        MapperTable: describe_mappers,
     }
     if type(result) in tell:
         return tell[type(result)](result)

@@ -20,6 +20,7 @@ from workbench.lab.results.drift import Drift, DriftTurn
 from workbench.lab.results.figure import Figure
 from workbench.lab.results.heads import METRICS, HeadMaps, Metric
 from workbench.lab.results.latency import LatencyBench, LatencyCell
+from workbench.lab.results.mappers import CurvePoint, MapperEntry, MapperTable
 from workbench.lab.results.patch import HeadPatches
 from workbench.lab.results.quality import ARMS, Arm, Evaluation, Setting
 from workbench.lab.results.recording import RecordedTurn, Recording
@@ -33,6 +34,7 @@ __all__ = [
     "TASKS",
     "Arm",
     "Comparison",
+    "CurvePoint",
     "Drift",
     "DriftTurn",
     "Evaluation",
@@ -41,6 +43,8 @@ __all__ = [
     "HeadPatches",
     "LatencyBench",
     "LatencyCell",
+    "MapperEntry",
+    "MapperTable",
     "Metric",
     "RecordedTurn",
     "Recording",
@@ -61,6 +65,7 @@ KINDS: dict[str, Any] = {
     "heads": HeadMaps,
     "latency": LatencyBench,
     "patch": HeadPatches,
+    "mappers": MapperTable,
     "quality": Evaluation,
     "recording": Recording,
 }

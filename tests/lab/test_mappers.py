@@ -1,0 +1,124 @@
+"""Mappers side by side: the same passages for all, the recipe as published, results that survive JSON, figures."""
+
+import json
+
+import pytest
+
+from tests.conftest import tiny_model, tiny_tokenizer
+from tests.lab.conftest import random_mapper, texts
+from workbench.errors import ArtefactError, InputError
+from workbench.kv import artefact
+from workbench.kv.fit import FitOptions, fit
+from workbench.kv.mapper import KVMapper
+from workbench.lab import mappers
+from workbench.lab.results import KINDS, MapperTable, finish
+from workbench.models.loading import wrap
+from workbench.models.pair import PairHost
+from workbench.plots import describe, figure
+
+
+@pytest.fixture(scope="module")
+def pair():
+    tokenizer = tiny_tokenizer()
+    small, large = (
+        wrap(tiny_model("qwen2", 2), tokenizer, "small"),
+        wrap(tiny_model("llama", 1), tokenizer, "large"),
+    )
+    default = random_mapper(small.spec, large.spec)
+    return PairHost.from_models(
+        small, large, {"up": (default, None), "down": (random_mapper(large.spec, small.spec), None)}
+    )
+
+
+def table(pair, **options) -> MapperTable:
+    own = mappers.Contestant("default", pair.mapper("up")[0], None)
+    exact = mappers.Contestant(
+        "other", random_mapper(own.mapper.source, own.mapper.target, seed=5, hold_back=9), None
+    )
+    settings = {"limit": 4, "context": 40, "following": 6, **options}
+    return finish(mappers.stream(pair, "up", [own, exact], texts(), **settings))
+
+
+def test_each_mapper_is_measured_as_it_is_used_and_costs_are_counted(pair):
+    result = table(pair)
+    default, other = result.mappers["default"], result.mappers["other"]
+    assert (default.anchors, default.hold_back, other.hold_back) == (2, 3, 9)
+    assert default.kl.value > 0 and default.kl.value != other.kl.value
+    assert default.kl.low <= default.kl.value <= default.kl.high
+    mapper = pair.mapper("up")[0]
+    prefill = mappers.prefill_flops_per_token(pair.model("large"), 40)
+    assert default.map_flops_share == pytest.approx(mapper.flops_per_token / prefill)
+    layers = pair.model("large").model.model.layers
+    matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
+    assert prefill == 2 * matrices + 4 * 3 * 4 * 16 * 20
+    assert default.artefact_mb == pytest.approx(1e-6 * sum(
+        getattr(mapper, f"{kind}_{part}")[t].numel() * size
+        for kind in ("key", "value") for part, size in (("weight", 2), ("bias", 4)) for t in range(3)
+    ))  # fmt: skip
+    assert result.curve == () and default.map_ms > 0
+    assert result.fixed["native"].kl.value == 0
+
+
+def test_an_exact_mapper_recovers_everything(pair):
+    large = pair.model("large")
+    same = PairHost.from_models(large, large, {"up": (KVMapper.identity(large.spec), None)})
+    one = mappers.Contestant("default", same.mapper("up")[0], None)
+    result = finish(mappers.stream(same, "up", [one], texts(), limit=3, context=40, following=6, curve=True))
+    assert result.mappers["default"].kl.value < 1e-6
+    assert result.mappers["default"].gap_recovered.value == pytest.approx(1, abs=1e-3)
+    assert all(point.kl.value < 1e-6 for point in result.curve)
+
+
+def test_the_curve_varies_one_thing_at_a_time_and_survives_json(pair):
+    result = table(pair, curve=True, system_prompt=5)
+    main = result.mappers["default"]
+    assert [p.anchors for p in result.curve if p.hold_back == main.hold_back and not p.label][:6] == [
+        0,
+        1,
+        2,
+        4,
+        8,
+        16,
+    ]
+    assert [p.anchors for p in result.curve if p.label] == [5]
+    assert {p.hold_back for p in result.curve if p.anchors == main.anchors} >= {1, 16, 32}
+    again = KINDS["mappers"].from_json(json.loads(json.dumps(result.to_json())))
+    assert again == result
+    assert "default" in describe(again)
+    drawn = figure(again, part="curve")
+    assert len(drawn.data) == 2 and "5 (system prompt)" in drawn.data[0].x
+    assert len(figure(again).data) == 2
+
+
+def test_the_recipe_is_fitted_on_all_tokens_and_kept(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(mappers, "documents", lambda kind: texts(8))
+    read = []
+    real = mappers.fit
+    monkeypatch.setattr(mappers, "fit", lambda *a, **k: read.append(k["state_file"]) or real(*a, **k))
+    found = mappers.contestants(pair, "up", ["recipe", "default"], {}, tmp_path, sequences=8)
+    assert [one.name for one in found] == ["recipe_k6", "recipe_k8", "default"]
+    manifest = artefact.read_manifest(tmp_path / "recipe_k6")
+    assert (manifest.anchors, manifest.ridge, manifest.top_k, manifest.selection) == (0, 0.01, 6, "ranked")
+    assert manifest.hold_back == found[2].mapper.hold_back
+    assert len(set(read)) == 1
+    mappers.contestants(pair, "up", ["recipe"], {}, tmp_path)
+    assert len(read) == 2  # kept, not fitted again
+
+
+def test_unknown_names_and_strange_folders_are_refused(pair, tmp_path):
+    with pytest.raises(InputError, match="no mapper 'x'"):
+        mappers.contestants(pair, "up", ["x"], {}, tmp_path)
+    small, large = pair.model("small"), pair.model("large")
+    options = FitOptions(8, 48, top_k=1, anchors=2)
+    mapper, manifest, _ = fit(large, small, [t.text for t in texts(8)], options, direction="down")
+    artefact.save(tmp_path / "down", mapper, manifest)
+    with pytest.raises(ArtefactError, match="'down', but 'up'"):
+        mappers.contestants(pair, "up", ["y"], {"y": tmp_path / "down"}, tmp_path)
+
+
+def test_the_common_beginning_of_chats_holds_the_system_prompt():
+    tokenizer = tiny_tokenizer()
+    start = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False).partition(
+        "<|im_end|>"
+    )[0]
+    assert mappers.common_beginning(tokenizer) == len(tokenizer(start)["input_ids"])

@@ -1,0 +1,117 @@
+"""Mappers side by side, and what anchors and hold-back are worth."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.lab.results import CurvePoint, MapperTable
+from workbench.plots.style import BLUE, GREEN, ORANGE, TEXT, VERMILION, layout, safe
+
+TITLES = {
+    "recipe_k6": "recipe, 6 layers",
+    "recipe_k8": "recipe, 8 layers",
+    "default": "default",
+    "best": "best",
+}
+
+
+def mappers(table: MapperTable, part: str = "table") -> go.Figure:
+    """KL against cost, one dot a mapper; with `part` "curve" KL over anchors and over hold-back.
+
+    Args:
+        table: the comparison.
+        part: "table" or "curve".
+    """
+    return _curve(table) if part == "curve" else _table(table)
+
+
+def _table(table: MapperTable) -> go.Figure:
+    fig = go.Figure()
+    for name, entry in table.mappers.items():
+        colour = {"default": BLUE, "best": GREEN}.get(
+            name, VERMILION if name.startswith("recipe") else ORANGE
+        )
+        fig.add_scatter(
+            x=[100 * entry.map_flops_share],
+            y=[entry.kl.value],
+            mode="markers+text",
+            name=safe(TITLES.get(name, name)),
+            text=[safe(TITLES.get(name, name))],
+            textposition="top center",
+            marker={"size": 12, "color": colour},
+            error_y={
+                "type": "data",
+                "array": [entry.kl.high - entry.kl.value],
+                "arrayminus": [entry.kl.value - entry.kl.low],
+                "color": TEXT,
+                "thickness": 1.5,
+                "width": 5,
+            },
+            hovertext=(
+                f"{safe(TITLES.get(name, name))}: KL {entry.kl.value:.3f}, top-1 {entry.top1.value:.3f}, gap recovered "
+                f"{entry.gap_recovered.value:.0%}<br>{safe(entry.form, 120)}<br>{entry.artefact_mb:.1f} MB, "
+                f"{entry.map_ms:.0f} ms, {entry.anchors} anchors, hold-back {entry.hold_back}"
+            ),
+            hoverinfo="text",
+            showlegend=False,
+        )
+    layout(fig, "What is lost against what mapping costs", height=380)
+    fig.update_xaxes(title="matrix products of the mapping, % of the target's prefill", rangemode="tozero")
+    fig.update_yaxes(title="KL to native, nats (log)", type="log")
+    return fig
+
+
+def _curve(table: MapperTable) -> go.Figure:
+    main = table.mappers.get("default") or next(iter(table.mappers.values()))
+    sides = (
+        ("anchors", [point for point in table.curve if point.hold_back == main.hold_back]),
+        ("hold_back", [point for point in table.curve if point.anchors == main.anchors and not point.label]),
+    )
+    fig = make_subplots(rows=1, cols=2, shared_yaxes=True, horizontal_spacing=0.06)
+    for column, (axis, points) in enumerate(sides, start=1):
+        points = sorted(points, key=lambda point: getattr(point, axis))
+        fig.add_scatter(
+            x=[_label(point, axis) for point in points],
+            y=[point.kl.value for point in points],
+            mode="lines+markers",
+            line={"color": BLUE, "width": 2},
+            error_y={
+                "type": "data",
+                "array": [point.kl.high - point.kl.value for point in points],
+                "arrayminus": [point.kl.value - point.kl.low for point in points],
+                "color": TEXT,
+                "thickness": 1,
+                "width": 4,
+            },
+            hovertext=[
+                f"{point.anchors} anchors, hold-back {point.hold_back}<br>KL {point.kl.value:.3f}, "
+                f"top-1 {point.top1.value:.3f}, gap recovered {point.gap_recovered.value:.0%}"
+                for point in points
+            ],
+            hoverinfo="text",
+            showlegend=False,
+            row=1,
+            col=column,
+        )
+    layout(fig, "", height=360)
+    fig.update_xaxes(title=f"anchors (hold-back {main.hold_back})", type="category", row=1, col=1)
+    fig.update_xaxes(title=f"hold-back ({main.anchors} anchors)", type="category", row=1, col=2)
+    fig.update_yaxes(title="KL to native, nats (log)", type="log", row=1, col=1)
+    fig.update_yaxes(type="log", row=1, col=2)
+    return fig
+
+
+def _label(point: CurvePoint, axis: str) -> str:
+    value = str(getattr(point, axis))
+    return f"{value} ({safe(point.label)})" if point.label else value
+
+
+def describe_mappers(table: MapperTable) -> str:
+    """The comparison as one sentence."""
+    told = "; ".join(
+        f"{TITLES.get(name, name)} KL {entry.kl.value:.3f}, gap recovered {entry.gap_recovered.value:.0%}, "
+        f"{entry.map_flops_share:.1%} of the prefill's products, {entry.artefact_mb:.1f} MB"
+        for name, entry in table.mappers.items()
+    )
+    return f"Over {len(table.passages)} passages of {table.context} context tokens: {told}."
