@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ from workbench.chat import handoff
 from workbench.chat.answer import Job, Message, ShouldStop, stream
 from workbench.chat.decode import Sampling
 from workbench.chat.handoff import Account
-from workbench.chat.held import Held
+from workbench.chat.held import Held, common_prefix
 from workbench.chat.template import clean, render
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.kv.cache import length
+from workbench.kv.mapper import KVMapper
 from workbench.models.catalog import SIDES, direction_to, other_side
 from workbench.models.loading import LoadedModel
 from workbench.models.pair import PairHost
@@ -48,6 +50,9 @@ class Conversation:
         sampling: may be changed between messages.
         system: system prompt, None for the template's own; may be changed between messages.
         anchors, hold_back: for switches, None for the mapper's own choice.
+        incremental: at the end of each answer, map what is new into the other model's cache, if that model is loaded, so
+            that a switch pays only for what came after; may be changed between messages.
+        prefill_times: side -> (tokens, milliseconds) of true prefills on this machine, for estimates of what was saved.
     """
 
     def __init__(
@@ -58,12 +63,15 @@ class Conversation:
         side: str = "small",
         anchors: int | None = None,
         hold_back: int | None = None,
+        incremental: bool = False,
     ) -> None:
         """Nothing is loaded or computed yet."""
         if side not in SIDES:
             raise InputError(f"There is no side {side!r}.", "Use small or large.")
         self.host, self.sampling, self.system, self.side = host, sampling or Sampling(), system, side
-        self.anchors, self.hold_back = anchors, hold_back
+        self.anchors, self.hold_back, self.incremental = anchors, hold_back, incremental
+        self.prefill_times: dict[str, list[tuple[int, float]]] = {}
+        self._ahead_ms = 0.0
         self.messages: list[Message] = []
         self.accounts: list[Account] = []
         self._ids: list[int] = []
@@ -191,7 +199,8 @@ class Conversation:
             target = self.host.model(to)
             with self._out_of_memory(target):
                 account = self._take_over(to, target, how, should_stop)
-            self.side = to
+            account = handoff.estimate_prefill(account, self.prefill_times.get(to, ()))
+            self.side, self._ahead_ms = to, 0.0
             self.accounts.append(account)
             self._new_account, self._switch_ids = account, list(self._ids)
             return account
@@ -208,6 +217,8 @@ class Conversation:
             else:  # it was one
                 new = replace(old, prefill_ms=old.ms["total"], prefill_source="measured")
             self.accounts[-1] = new
+            if not new.reused and new.prefill_ms is not None:
+                self.prefill_times.setdefault(self.side, []).append((new.tokens, new.prefill_ms))
             self._new_account = new if self._new_account is old else self._new_account
             for message in self.messages:
                 message.account = new if message.account is old else message.account
@@ -247,7 +258,7 @@ class Conversation:
                 _, account = handoff.prefill(ids, target, held.cache, names[0], reason, should_stop)
             finally:
                 held.covers(ids)
-            held.origin = account.how
+            held.origin, held.ahead = account.how, None
         return account
 
     def _map(self, to: str, target: LoadedModel, held: Held, should_stop: ShouldStop) -> Account:
@@ -262,7 +273,9 @@ class Conversation:
             theirs = self._holding(self.side, source)
             if theirs.fit(ids) == 0 and held.fit(ids) < len(ids):
                 raise WorkbenchError(f"The cache of {source.name} is not held any more.")
-            before = held.fit(ids)
+            held.fit(ids)
+            prepared = self._keep_ahead(held, mapper)
+            before = len(held.ids)
             held.cut(len(ids) - 1)
             try:
                 logits, account = handoff.hand_over(
@@ -285,7 +298,46 @@ class Conversation:
             if account.mapped:
                 held.mapped.append((start, start + account.mapped))
             held.covers(ids)
-        return account
+            held.ahead = None
+        return replace(account, mapped_ahead=prepared, ahead_ms=self._ahead_ms if prepared else 0.0)
+
+    def _keep_ahead(self, held: Held, mapper: KVMapper) -> int:
+        """How many tokens were brought there ahead; those that this switch holds back are taken out again."""
+        if held.ahead is None:
+            return 0
+        _, hold_back = handoff.resolved(mapper, self.anchors, self.hold_back)
+        start = held.ahead
+        held.cut(max(start, len(self._ids) - hold_back))
+        return len(held.ids) - start
+
+    def _map_ahead(self, should_stop: ShouldStop) -> None:
+        """Map what is new into the other side's cache. What goes wrong here costs nothing: the switch does it then."""
+        to, ids = other_side(self.side), self._ids
+        if not ids or not self.host.is_loaded(to) or self.side not in self._held:
+            return
+        clock = perf_counter()
+        with suppress(Exception), self.host.holding_lane(should_stop):
+            source, target = self.host.model(self.side), self.host.model(to)
+            mapper, _ = self.host.mapper(direction_to(to))
+            theirs, held = self._held[self.side], self._holding(to, target)
+            before = held.fit(ids)
+            start, stop = handoff.map_ahead(
+                ids,
+                common_prefix(theirs.ids, ids),
+                theirs.cache,
+                target,
+                held.cache,
+                mapper,
+                source,
+                self.anchors,
+                self.hold_back,
+                should_stop,
+            )
+            if stop > start:
+                held.ahead = before if held.ahead is None else held.ahead
+                held.mapped.append((start, stop))
+                held.covers(ids)
+                self._ahead_ms += (perf_counter() - clock) * 1e3
 
     # --- how an answer comes about ---
 
@@ -325,6 +377,8 @@ class Conversation:
                 finally:
                     growing.close()
                     self._ids = self._render(self.messages)
+                if self.incremental:
+                    self._map_ahead(should_stop)
             except GeneratorExit:
                 raise
             except BaseException:

@@ -64,8 +64,8 @@ class Account:
         hold_back: last tokens run natively in this handoff.
         ms: milliseconds of each part: "cache" (allocating), "anchors", "map_strip", "map_product", "map_rotate",
             "hold_back", "ends" (anchors and held-back tokens in one pass), "prefill", "total".
-        mapped_ahead: of the reused tokens, those that had been mapped before the switch, turn by turn.
-        ahead_ms: milliseconds that this took, then; not in "total".
+        mapped_ahead: of the reused tokens, those that were mapped (anchors: run) before the switch, turn by turn.
+        ahead_ms: milliseconds that this took, then; not in "total", but subtracted from what was saved.
         prefill_ms: milliseconds of the true prefill that was avoided, None when unknown.
         prefill_source: "measured" or "estimated" for `prefill_ms`, "" when unknown.
         reason: why it fell back, "" otherwise.
@@ -90,7 +90,7 @@ class Account:
     @property
     def saved_ms(self) -> float | None:
         """Milliseconds that mapping saved against a true prefill, None when the prefill is unknown."""
-        return None if self.prefill_ms is None else self.prefill_ms - self.ms["total"]
+        return None if self.prefill_ms is None else self.prefill_ms - self.ms["total"] - self.ahead_ms
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types, `saved_ms` included."""
@@ -324,13 +324,34 @@ def measure_prefill(
     What the target still held would not have been prefilled either, so only the new tokens are timed, over a cache of
     the reused ones.
     """
-    reused = account.reused if reused is None else reused
+    reused = account.reused - account.mapped_ahead if reused is None else reused
     scratch = new_cache(target.spec.layers, len(ids))
     if reused:
         forward(target.model, ids[:reused], scratch, keep=0)
     clock = _Clock()
     forward(target.model, ids[reused : account.tokens], scratch)
     return replace(account, prefill_ms=clock.total(), prefill_source="measured")
+
+
+def estimate_prefill(account: Account, points: Sequence[tuple[int, float]]) -> Account:
+    """The account with an estimate, labelled as one, of the true prefill that it avoided.
+
+    Args:
+        account: of a switch.
+        points: (tokens, milliseconds) of true prefills by this target on this machine; lines between them, from 0 tokens
+            in 0 ms on, and beyond the longest one as it went on before.
+    """
+    if account.how != "mapped" or account.prefill_source == "measured" or not points:
+        return account
+    known = sorted({0: 0.0, **dict(points)}.items())
+
+    def at(tokens: int) -> float:
+        index = next((i for i, (n, _) in enumerate(known[1:], 1) if n >= tokens), len(known) - 1)
+        (low, before), (high, after) = known[index - 1], known[index]
+        return before + (tokens - low) * (after - before) / (high - low)
+
+    spared = at(account.tokens) - at(account.reused - account.mapped_ahead)
+    return replace(account, prefill_ms=max(spared, 0.0), prefill_source="estimated")
 
 
 @dataclass(frozen=True)

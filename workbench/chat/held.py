@@ -30,12 +30,14 @@ class Held:
         ids: the token ids it covers.
         mapped: spans of tokens (start, stop) that came through a mapper, in order.
         origin: how the rest came: "native", "prefill" or "fallback".
+        ahead: position from which on everything was brought here before any switch asked for it, None when nothing was.
     """
 
     cache: Cache
     ids: list[int] = field(default_factory=list)
     mapped: list[tuple[int, int]] = field(default_factory=list)
     origin: str = "native"
+    ahead: int | None = None
 
     @classmethod
     def empty(cls, layers: int) -> Held:
@@ -60,6 +62,8 @@ class Held:
         self.mapped = [(start, min(stop, n)) for start, stop in self.mapped if start < n]
         if n == 0:
             self.origin = "native"
+        if self.ahead is not None and self.ahead >= n:
+            self.ahead = None
 
     def fit(self, ids: Sequence[int]) -> int:
         """Cut to the longest common prefix with `ids`; returns its length."""

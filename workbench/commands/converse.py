@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure-prefill", action="store_true", help="time the prefill that each switch avoided"
     )
     parser.add_argument(
+        "--incremental",
+        action="store_true",
+        help="map each turn ahead, so that a switch pays only for what is new",
+    )
+    parser.add_argument(
         "--record", type=Path, metavar="FILE", help="save the conversation with its token times in this file"
     )
     parser.add_argument(
@@ -63,6 +68,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     from workbench.chat.conversation import Conversation
     from workbench.chat.decode import Sampling
     from workbench.commands.common import host_from_args
+    from workbench.lab.estimate import saved_prefill_times
     from workbench.lab.provenance import save_result
     from workbench.lab.recording import Recorder
 
@@ -79,7 +85,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     first = script[0].get("on") or source_side(direction)
     for side in dict.fromkeys([first, *(turn["on"] for turn in script if "on" in turn)]):
         host.model(side, progress)
-    chat = Conversation(host, sampling, args.system, first, args.anchors, args.hold_back)
+    chat = Conversation(host, sampling, args.system, first, args.anchors, args.hold_back, args.incremental)
+    chat.prefill_times = saved_prefill_times(host)
     turns, recorder = [], Recorder()
     for number, turn in enumerate(script):
         progress(number / len(script), f"Turn {number + 1} of {len(script)}")
@@ -157,7 +164,12 @@ def show(result: dict[str, Any]) -> str:
                 f"-- {account['source']} -> {account['target']}: {account['how']}; "
                 f"reused {account['reused']}, mapped {account['mapped']}, run natively {account['native']} "
                 f"of {account['tokens']} tokens; "
-                f"{account['ms']['total']:.0f} ms{saved}"
+                + (
+                    f"{account['mapped_ahead']} mapped ahead in {account['ahead_ms']:.0f} ms; "
+                    if account["mapped_ahead"]
+                    else ""
+                )
+                + f"{account['ms']['total']:.0f} ms{saved}"
                 + (f" ({account['reason']})" if account["reason"] else "")
             )
         last = account or last
