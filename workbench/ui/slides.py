@@ -132,7 +132,8 @@ def live(run: Run, loaded: bool, question: str) -> str:
         f'<p class="kv-live-bar"><button type="button" class="kv-small-button" data-live="live">Switch live{wait}</button>'
         f'{play}<span class="kv-live-label" role="status">The question: “{esc(question)}”</span></p>'
         '<div class="kv-live-body"><div class="kv-log" tabindex="0" role="log" aria-live="off" '
-        'aria-label="Conversation on the stage"></div><div class="kv-live-account"></div></div>'
+        'aria-label="Conversation on the stage"></div><div class="kv-live-account" tabindex="0" role="region" '
+        'aria-label="Account"></div></div>'
     )
 
 
@@ -142,12 +143,14 @@ def beside(run: Run) -> str:
     if result is None:
         return missing("compare")
     same = result.top1_share()
+    # What is too long for the stage scrolls, so the keyboard must reach it.
+    columns = columns_view(result).replace('class="kv-text"', 'class="kv-text" tabindex="0"')
     agree = (
         "" if math.isnan(same) else f"In <b>{same:.0%}</b> of the places it would say the same next token. "
     )
     return (
         "<h2>Mapped memory against true memory: the same text, continued.</h2>"
-        f'<div class="kv-slide-columns">{columns_view(result)}</div>'
+        f'<div class="kv-slide-columns">{columns}</div>'
         f"<p>{agree}Mean {term('KL')} <b>{number(result.mean_kl())}</b> nats; the other model alone "
         f"{number(result.mean_kl('source'))}.</p>{provenance(result)}"
     )
