@@ -2,6 +2,7 @@
 #
 #   make demo PORT=8000 ARGS="--pair embedded"     serve the page on 127.0.0.1
 #   make test TESTS="tests/kv -k rope"             run some tests
+#   make fuzz | load | soak MINUTES=30             the long versions: mutants and kills, real sessions, hours
 #   make setup PYTHON=python3.12                   with another Python (3.11 or newer)
 #
 # Weights go to KV_WORKBENCH_HOME (default: kv-workbench in the user's cache folder) and are shared by all clones.
@@ -10,6 +11,7 @@ PYTHON ?= python3
 PORT ?= 7860
 ARGS ?=
 TESTS ?=
+MINUTES ?= 30
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -53,6 +55,17 @@ test: setup $(VENV)/.requirements-dev
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 		|| echo "$(NO_CHROMIUM)"
 	@$(PY) -m pytest $(TESTS)
+
+# Ten thousand artefacts, two thousand manifests, and kill -9 in saves and fits.
+fuzz: $(VENV)/.requirements-dev
+	@KV_FUZZ=long $(PY) -m pytest tests/fuzz $(TESTS)
+
+# Each starts a server of its own on the embedded pair; the last line is one JSON object with `ok`.
+load: setup
+	@$(PY) -m tests.load.load $(ARGS)
+
+soak: setup
+	@$(PY) -m tests.load.soak --minutes $(MINUTES) $(ARGS)
 
 lint: $(VENV)/.requirements-dev
 	@$(PY) -m ruff check .

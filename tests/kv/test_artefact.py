@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import tiny_model
-from tests.kv.test_mapper import random_mapper
+from tests.kv.test_mapper import low_rank_mapper, random_mapper
 from workbench.errors import ArtefactError
 from workbench.kv import artefact
 from workbench.kv.artefact import MANIFEST, TENSORS, Manifest, ModelIdentity
@@ -246,3 +246,52 @@ def test_unknown_format_and_fields_are_named(saved):
         path.write_text(json.dumps(data | change))
         with pytest.raises(ArtefactError, match=message):
             artefact.load(saved)
+
+
+@pytest.mark.parametrize(("features", "hidden"), [("own", 0), ("both", 0), ("both", 5)])
+def test_low_rank_mappers_survive_saving(made, tmp_path, features, hidden):
+    mapper = low_rank_mapper(
+        tiny_model("llama", 1), tiny_model("llama", 2, num_hidden_layers=4), features, hidden=hidden
+    )
+    manifest = replace(made[1], key_layers=mapper.key_layers, value_layers=mapper.value_layers)
+    artefact.save(tmp_path / "mapper", mapper, manifest)
+    loaded, read = artefact.load(tmp_path / "mapper")
+    assert (read.format, read.features, read.hidden) == (2, features, hidden)
+    assert read.ranks == (7,) * len(mapper.reduce)
+    for name in mapper.shapes():
+        torch.testing.assert_close(loaded.tensor(name).float(), mapper.tensor(name), rtol=2e-3, atol=1e-3)
+
+
+def test_a_manifest_of_format_1_still_loads_and_stays_one(made, saved):
+    """Format 1 had full matrices only and did not say so."""
+    path = saved / MANIFEST
+    data = json.loads(path.read_text())
+    for name in ("features", "ranks", "hidden", "selection", "polish"):
+        del data[name]
+    path.write_text(json.dumps(data | {"format": 1}))
+    mapper, manifest = artefact.load(saved)
+    assert (manifest.format, mapper.features, mapper.reduce) == (1, "own", ())
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+    path.write_text(json.dumps(data | {"format": 2}))
+    with pytest.raises(ArtefactError, match="no field 'features'"):
+        artefact.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": [0]}, "ranks above 0"),
+        ({"ranks": [2**40]}, "ranks"),
+        ({"ranks": [7, 7, 7]}, "contradicts itself"),
+        ({"ranks": [[7]]}, "ranks"),
+        ({"hidden": -1}, "hidden"),
+        ({"features": "x"}, "features must be"),
+        ({"features": 3}, "'features' has the wrong type"),
+        ({"ranks": [7, 7]}, "has no tensor|unknown tensor"),
+    ],
+)
+def test_forms_in_a_manifest_are_checked(saved, change, message):
+    path = saved / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ArtefactError, match=message):
+        artefact.load(saved)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.errors import Cancelled, WorkbenchError
+from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.ui.jobs import StopFlag
 from workbench.ui.lane import Lane
 from workbench.ui.session import Visit, Visits
@@ -165,7 +165,13 @@ class Engine:
             yield lambda: stop.extend(turn.step_aside())
 
     def load(self, host: Any, sides: tuple[str, ...], tell: Callable[[float, str], None]) -> None:
-        """Loads what is missing of a pair, with progress."""
+        """Loads what is missing of a pair, with progress.
+
+        Raises:
+            InputError: on a public page only the pair that it was started with and the embedded one are run.
+        """
+        if self.settings.public and host.pair.name != "embedded" and host.pair != self.start_ref():
+            raise InputError(f"{host.pair.title}: figures only; this public page does not run that pair.")
         missing = [side for side in sides if not host.is_loaded(side)]
         for place, side in enumerate(missing):
 

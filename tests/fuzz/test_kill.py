@@ -1,0 +1,139 @@
+"""kill -9 at any moment of a save or a fit: the old artefact is whole or the new one is; a fit goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import tiny_model, tiny_tokenizer
+from tests.fuzz.conftest import LONG
+from tests.fuzz.test_artefact import made as made
+from tests.fuzz.test_artefact import same
+from tests.ui.tiny import text
+from workbench.kv import artefact
+from workbench.kv.fit import FitOptions, fit
+from workbench.models.loading import wrap
+
+SAVES, FITS = (50, 20) if LONG else (6, 2)
+FORK = multiprocessing.get_context("fork")
+
+
+def start(target: Any, *arguments: Any) -> Any:
+    process = FORK.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def kill(process: Any) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def saving(folder: Path, versions: list[Any]) -> None:
+    """Saves one version after the other, for ever."""
+    torch.set_num_threads(1)
+    while True:
+        for mapper, manifest in versions:
+            artefact.save(folder, mapper, manifest)
+
+
+def two_versions(made: Any) -> list[Any]:
+    mapper, manifest = made[2]
+    other = replace(mapper, key_bias=tuple(bias + 1 for bias in mapper.key_bias))
+    return [(mapper, manifest), (other, replace(manifest, anchors=7))]
+
+
+def is_one_of(folder: Path, versions: list[Any]) -> bool:
+    mapper, manifest = artefact.load(folder)
+    for right, expected in versions:
+        if replace(manifest, tensors_sha256="") == replace(expected, tensors_sha256=""):
+            return all(torch.equal(a, b) for a, b in zip(mapper.key_bias, right.key_bias, strict=True))
+    return False
+
+
+def test_kills_while_saving(made: Any, tmp_path: Path) -> None:
+    versions = two_versions(made)
+    folder = tmp_path / "mapper"
+    artefact.save(folder, *versions[0])
+    moments = random.Random(0)
+    for _ in range(SAVES):
+        process = start(saving, folder, versions)
+        time.sleep(moments.uniform(0.0, 0.15))
+        kill(process)
+        assert is_one_of(folder, versions)
+    artefact.save(folder, *versions[0])
+    assert sorted(os.listdir(tmp_path)) == ["mapper"]  # left-overs are swept
+
+
+def test_two_writers_never_mix(made: Any, tmp_path: Path) -> None:
+    versions = two_versions(made)
+    folder = tmp_path / "mapper"
+    artefact.save(folder, *versions[0])
+    writers = [start(saving, folder, [version]) for version in versions]
+    try:
+        for _ in range(200 if LONG else 25):
+            assert is_one_of(folder, versions)
+    finally:
+        for writer in writers:
+            kill(writer)
+    assert is_one_of(folder, versions)
+
+
+def test_kills_while_fitting(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    source, target = (
+        wrap(tiny_model("llama", seed, num_hidden_layers=seed + 1), tokenizer, f"m{seed}") for seed in (1, 2)
+    )
+    options = FitOptions(sequences=10, length=48, top_k=1, anchors=2, hold_back=4)
+    texts = [text(60, seed) for seed in range(14)]
+    state, folder = tmp_path / "state.safetensors", tmp_path / "mapper"
+    torch.set_num_threads(1)
+    mapper, manifest, _ = fit(source, target, texts, options, direction="up")
+    artefact.save(folder, mapper, manifest)
+    expected = artefact.load(folder)
+
+    def fitting() -> None:
+        torch.set_num_threads(1)
+        slow = lambda share, what: time.sleep(0.01)  # noqa: E731
+        made, said, _ = fit(
+            source, target, texts, options, direction="up", state_file=state, resume=True, progress=slow
+        )
+        artefact.save(folder, made, replace(said, created=manifest.created))
+
+    moments = random.Random(1)
+    for _ in range(FITS):
+        process = start(fitting)
+        time.sleep(moments.uniform(0.02, 0.4))
+        kill(process)
+        ours, _ = artefact.load(folder)
+        close(ours, expected[0])
+    process = start(fitting)
+    process.join(120)
+    assert process.exitcode == 0
+    close(artefact.load(folder)[0], expected[0])
+
+
+def close(ours: Any, theirs: Any) -> None:
+    for name in theirs.shapes():
+        torch.testing.assert_close(
+            ours.tensor(name).float(), theirs.tensor(name).float(), rtol=2e-3, atol=2e-3
+        )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_comparison_can_fail(made: Any, tmp_path: Path) -> None:
+    versions = two_versions(made)
+    artefact.save(
+        tmp_path / "mapper", versions[0][0], versions[1][1]
+    )  # torn: numbers of one, words of the other
+    assert not is_one_of(tmp_path / "mapper", versions)
+    assert same(made[2], made[2])
