@@ -105,8 +105,10 @@ class Plan:
 
 
 def _log_p(model: LoadedModel, cache: Cache, rows: Sequence[Sequence[int]], keep: Sequence[int]) -> Tensor:
-    """(rows, kept positions, vocab) float32 log-probabilities on the CPU. Rows are padded on the right, where
-    nothing that counts can see it."""
+    """Float32 log-probabilities (rows, kept positions, vocab) on the CPU.
+
+    Rows are padded on the right, where nothing that counts can see it.
+    """
     width = max(map(len, rows))
     device = input_device(model.model)
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long, device=device)

@@ -46,6 +46,7 @@ class StopFlag:
         self._deadline += seconds
 
     def __call__(self) -> bool:
+        """Whether to stop: asked, out of time, or nobody reads any more."""
         now = time.monotonic()
         if now - self.last_poll > ABANDONED_SECONDS:
             self.event.set()
