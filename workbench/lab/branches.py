@@ -144,7 +144,7 @@ class Branches:
         found = []
         for row in logits:
             difference = row.to(self._native.device, torch.float32) - self._native
-            mean = (self._p * difference).sum(-1)
+            mean = (self._p[:, None] @ difference[..., None]).flatten()  # one pass, nothing in between is stored
             kl = difference.add_(self._log_p).logsumexp(-1) - mean
             found.append(kl.double().clamp_min(0.0).mean())
         return torch.stack(found).cpu()
