@@ -41,7 +41,6 @@ def welcome() -> str:
         f'<section class="kv-welcome" aria-label="What this is"><div class="kv-picture">{picture()}</div>'
         f'<div class="kv-welcome-text"><p class="kv-claim">{SENTENCE}</p><p class="kv-welcome-buttons">'
         '<button type="button" class="kv-small-button" data-replay hidden>▶ Watch a recorded switch</button>'
-        '<button type="button" class="kv-small-button" data-present>Present</button>'
         f'<span class="kv-note">New here? {term("KV cache")}, {term("prefill")} and {term("handoff")}: rest on a '
         f"dotted word to read what it means.</span></p></div>"
         f'<div class="kv-gallery-box">{gallery}</div></section>'

@@ -54,7 +54,8 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
         key = gr.State(None)
         html(
             f'<header class="kv-top"><h1>{TITLE}</h1><p>Change the model in the middle of a conversation, '
-            "without reading everything again – and see what that costs.</p></header>"
+            "without reading everything again – and see what that costs.</p>"
+            '<button type="button" class="kv-small-button" data-present>Present</button></header>'
         )
         chat = ChatTab(engine)
         fit = FitTab(engine)
