@@ -86,4 +86,6 @@ def test_compatibility_comes_from_configs_alone(tmp_path: Path) -> None:
     found = pair_compatibility(PairRef("p", small, str(tmp_path / "nothing"), ""))
     assert found.compatible is None and "nothing" in found.reason and str(tmp_path) not in found.reason
     found = pair_compatibility(PAIRS["qwen3-0.6b-1.7b"], fetch=False)
+    assert found.compatible is True and found.by_catalog and found.matched
+    found = pair_compatibility(PairRef("p", "nobody/nothing", "nobody/more", ""), fetch=False)
     assert found.compatible is None and "not on this machine" in found.reason

@@ -17,6 +17,11 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         "check weights, mappers and devices; --fetch gets what is missing",
     ),
     "pairs": ("workbench.commands.pairs", True, "list pairs, what is compatible with what, and why not"),
+    "plan": (
+        "workbench.commands.plan",
+        True,
+        "say what a pair needs in memory and where to put it, before anything is loaded",
+    ),
     "fit": (
         "workbench.commands.fit",
         True,
@@ -35,6 +40,11 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         "workbench.commands.report",
         True,
         "write everything saved for a pair as one page that opens offline",
+    ),
+    "cascade": (
+        "workbench.commands.cascade",
+        True,
+        "calibrate when the large model takes over from an unsure small one",
     ),
     "drift": ("workbench.commands.drift", True, "measure what repeated handoffs add, turn by turn"),
     "family": ("workbench.commands.family", False, "build the small embedded model again from the large one"),

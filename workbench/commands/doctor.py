@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from workbench.commands.common import table
-from workbench.errors import WorkbenchError
+from workbench.errors import ModelUnavailableError, WorkbenchError
 from workbench.models.catalog import DIRECTIONS, SIDES
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     check("versions", versions)
     check("devices", devices)
     check("dtype", lambda: dtype_and_why(args))
+    check("memory", lambda: memory(host, args))
     present = [check(f"weights {side}", partial(weights, host, side, args.fetch, progress)) for side in SIDES]
     for side, there in zip(SIDES, present, strict=True):
         if there:
@@ -83,6 +84,22 @@ def dtype_and_why(args: argparse.Namespace) -> str:
 
     dtype, reason = resolve_dtype(args.dtype, first_device(parse_device_map(args.device_map)))
     return f"{str(dtype).removeprefix('torch.')}: {reason}"
+
+
+def memory(host: PairHost, args: argparse.Namespace) -> str:
+    """What both models, their caches and mappers need, and whether this machine has it."""
+    from workbench.commands.common import side_options
+    from workbench.models.planner import auto_dtypes, plan_pair
+
+    own = side_options(args)
+    dtypes = auto_dtypes({side: own[side].get("dtype", args.dtype) for side in SIDES})
+    try:
+        found = plan_pair(host.pair, dtypes)
+    except ModelUnavailableError:
+        return "not known, because a model is not here and not in the catalog"
+    if not found.fits:
+        raise WorkbenchError(found.sentence)
+    return f"{found.sentence} Contexts of {found.tokens:,} tokens."
 
 
 def weights(host: PairHost, side: str, fetch: bool, progress: Any) -> str:

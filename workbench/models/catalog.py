@@ -76,7 +76,8 @@ class PairRef:
 
 def _preset(small: str, large: str) -> PairRef:
     """A pair of hub ids; its name joins theirs, without what they share."""
-    short, long = (ref.rpartition("/")[2].removesuffix("-Instruct").lower() for ref in (small, large))
+    ending = re.compile(r"-Instruct(-\d{4})?(-BF16)?$")
+    short, long = (ending.sub("", ref.rpartition("/")[2]).lower() for ref in (small, large))
     stem = long.rpartition("-")[0]
     name = f"{short}-{long.removeprefix(stem + '-')}" if short.startswith(stem) else f"{short}-{long}"
     title = " and ".join(ref.rpartition("/")[2] for ref in (small, large))
@@ -107,6 +108,8 @@ _ALL = [
     _preset("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct"),
     _preset("meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
     _preset("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"),
+    _preset("mistralai/Ministral-3-3B-Instruct-2512-BF16", "mistralai/Ministral-3-8B-Instruct-2512-BF16"),
+    _preset("mistralai/Ministral-3-8B-Instruct-2512-BF16", "mistralai/Ministral-3-14B-Instruct-2512-BF16"),
 ]
 PAIRS: dict[str, PairRef] = {pair.name: pair for pair in _ALL}
 
@@ -175,35 +178,61 @@ def has_artefact(pair: PairRef, direction: str) -> bool:
 
 @dataclass(frozen=True)
 class Compatibility:
-    """What the two configs say. `compatible` is None when a config could not be had."""
+    """What the two configs say.
+
+    Attributes:
+        compatible: None when a config could not be had.
+        reason: why not, "" when they can be paired.
+        small, large: geometries, None where one is not known.
+        by_catalog: whether a config was not there and the catalog's facts stood in.
+        tokenizers: whether the tokenizers were compared too; if not, that happens before the weights are loaded.
+    """
 
     compatible: bool | None
     reason: str
     small: Any = None
     large: Any = None
+    by_catalog: bool = False
+    tokenizers: bool = False
+
+    @property
+    def matched(self) -> bool | None:
+        """Whether a layer of both caches is as wide (equal KV heads of equal size); None when not known."""
+        if self.small is None or self.large is None:
+            return None
+        return (self.small.kv_heads, self.small.head_dim) == (self.large.kv_heads, self.large.head_dim)
 
 
 def pair_compatibility(ref: PairRef, *, fetch: bool = True) -> Compatibility:
-    """Whether two models can be paired, from their configs alone; never raises for a pair that cannot.
+    """Whether two models can be paired, before any weights are there; never raises for a pair that cannot.
 
     Args:
         ref: the pair.
-        fetch: False looks at configs on this machine only.
+        fetch: False looks at configs on this machine only, and then at what the catalog knows.
     """
     from workbench.errors import ModelUnavailableError
-    from workbench.kv.spec import check_pair
-    from workbench.models.loading import read_spec
+    from workbench.kv.spec import KVSpec, check_pair, check_tokenizers
+    from workbench.models.loading import read_spec, read_tokenizer
+    from workbench.models.presets import preset_config
 
-    specs = []
+    specs, by_catalog = [], False
     for side in SIDES:
         try:
             specs.append(read_spec(ref.ref(side), fetch=fetch)[0])
         except ModelUnavailableError as error:
-            return Compatibility(None, str(error))
+            config = preset_config(ref.ref(side))
+            if config is None:
+                return Compatibility(None, str(error))
+            specs.append(KVSpec.from_config(config))
+            by_catalog = True
         except WorkbenchError as error:
             return Compatibility(False, str(error))
+    tokenizers = [None if by_catalog else read_tokenizer(ref.ref(side), fetch=fetch) for side in SIDES]
+    compared = None not in tokenizers
     try:
         check_pair(*specs)
+        if compared:
+            check_tokenizers(*tokenizers)
     except WorkbenchError as error:
-        return Compatibility(False, str(error), *specs)
-    return Compatibility(True, "", *specs)
+        return Compatibility(False, str(error), *specs, by_catalog, compared)
+    return Compatibility(True, "", *specs, by_catalog, compared)

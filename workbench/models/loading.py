@@ -84,6 +84,7 @@ def load(
     dtype: str = "auto",
     max_memory: str | dict[Any, Any] | None = None,
     progress: Progress | None = None,
+    check: Callable[[KVSpec, Any], None] | None = None,
 ) -> LoadedModel:
     """Load a model by reference.
 
@@ -94,6 +95,7 @@ def load(
         dtype: "auto", "float32", "bfloat16" or "float16".
         max_memory: like "cpu=4GiB,0=10GiB".
         progress: called with a share from 0 to 1 and what is being done.
+        check: called with the geometry and the tokenizer before the weights are read; raises to refuse.
 
     Raises:
         InputError: an option that cannot be read.
@@ -111,10 +113,12 @@ def load(
     with quiet():
         try:
             config, renamed = text_part(AutoConfig.from_pretrained(source.path, **source.arguments))
-            KVSpec.from_config(config)  # refuses what cannot be mapped before the weights are read
+            spec = KVSpec.from_config(config)  # refuses what cannot be mapped before the weights are read
             tokenizer = AutoTokenizer.from_pretrained(source.path, **source.arguments)
             if not known(ref):
                 isolate(tokenizer, source.name)
+            if check is not None:
+                check(spec, tokenizer)
             model = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 config=config,
@@ -201,6 +205,19 @@ def read_config(ref: str, *, fetch: bool = True) -> tuple[Any, str]:
         except Exception as error:
             raise unreadable(source, error) from error
     return config, source.name
+
+
+def read_tokenizer(ref: str, *, fetch: bool = True) -> Any:
+    """A model's tokenizer without its weights; None where its files are not there, or are slow to read (GGUF)."""
+    try:
+        source = locate(ref, config_only=True, fetch=fetch)
+        folder = Path(source.path)
+        if "gguf_file" in source.arguments or (folder.is_dir() and not any(folder.glob("tokenizer*"))):
+            return None
+        with quiet():
+            return AutoTokenizer.from_pretrained(source.path, **source.arguments)
+    except Exception:  # it will be read again, with its errors shown, when the model is loaded
+        return None
 
 
 def text_part(config: Any) -> tuple[Any, dict[str, Any]]:

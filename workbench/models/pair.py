@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from workbench.errors import ArtefactError, Cancelled, IncompatiblePairError, In
 from workbench.kv import artefact
 from workbench.kv.artefact import Manifest
 from workbench.kv.mapper import KVMapper
-from workbench.kv.spec import check_pair, check_tokenizers
+from workbench.kv.spec import KVSpec, check_pair, check_tokenizers
 from workbench.models.catalog import SIDES, PairRef, artefact_folder, other_side, source_side, target_side
 from workbench.models.loading import LoadedModel, load, read_spec
 
@@ -93,18 +94,32 @@ class PairHost:
             raise InputError(f"There is no side {side!r}.", "Use small or large.")
         with self._loading:
             if side not in self._models:
-                self._adopt(side, load(self.pair.ref(side), progress=progress, **self._options[side]))
+                self._adopt(
+                    side,
+                    load(
+                        self.pair.ref(side),
+                        progress=progress,
+                        check=partial(self._compare, side),
+                        **self._options[side],
+                    ),
+                )
             return self._models[side]
 
     def _adopt(self, side: str, model: LoadedModel) -> None:
         """Keep a model, after it was compared with the other one."""
-        other = self._models.get(other_side(side))
-        if other is not None and other is not model:
-            small, large = (model, other) if side == "small" else (other, model)
-            check_pair(small.spec, large.spec)
-            if small.identity.tokenizer != large.identity.tokenizer:
-                check_tokenizers(small.tokenizer, large.tokenizer)
+        if self._models.get(other_side(side)) is not model:
+            self._compare(side, model.spec, model.tokenizer, model.identity.tokenizer)
         self._models[side] = model
+
+    def _compare(self, side: str, spec: KVSpec, tokenizer: Any, identity: str = "") -> None:
+        """Refuses a model that does not share its token ids with the other side's, where that one is loaded."""
+        other = self._models.get(other_side(side))
+        if other is None:
+            return
+        specs, tokenizers = (spec, other.spec), (tokenizer, other.tokenizer)
+        check_pair(*(specs if side == "small" else specs[::-1]))
+        if identity != other.identity.tokenizer:
+            check_tokenizers(*(tokenizers if side == "small" else tokenizers[::-1]))
 
     def is_loaded(self, side: str) -> bool:
         """Whether a side's weights are in memory."""
