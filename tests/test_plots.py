@@ -25,6 +25,7 @@ from workbench.lab.results import (
     LatencyCell,
     Setting,
 )
+from workbench.lab.results.latency import Terms
 
 EVIL = '<img src=x onerror="alert(1)">\u202e\u200b%{x}'
 ORIGIN = Provenance("2026-01-01T00:00:00+00:00", "a processor", {}, "pair", "up", "s", "t", "r", "r", "m", 10)
@@ -124,6 +125,23 @@ def test_latency_bars_and_ratio() -> None:
     assert list(fig.data[1].y) == [10, 100] and list(fig.data[-1].y) == [2.0, 5.0]
     assert list(fig.data[1].error_y.array) == [1.0, 0.0]
     assert list(plots.latency(replace(bench(), cells=())).data[0].y) == []
+
+
+def test_the_parts_of_a_handoff_add_up_with_what_comes_on_top() -> None:
+    cell = replace(
+        bench().cells[0],
+        parts={"map_product": 4.0, "ends": 5.0, "total": 10.0},
+        move_ms=1.0,
+        deliver_ms={"memory": 3.0},
+        terms=Terms(load_ms=20.0, handoffs=10, rejection_rate=0.5, delivered="memory"),
+    )
+    fig = plots.latency_parts(replace(bench(), cells=(cell,)))
+    assert sum(bar.customdata[0] for bar in fig.data) == pytest.approx(
+        10 + 0.5 * 4 + 2 + 0.5 * cell.prefill_ms
+    )
+    assert sum(bar.y[0] for bar in fig.data) == pytest.approx(100)
+    assert "delivered to another process 1.5 ms" in plots.describe_parts(replace(bench(), cells=(cell,)))
+    assert plots.describe_parts(replace(bench(), cells=())) == "Nothing measured yet."
 
 
 def test_tokens_that_would_differ_are_marked() -> None:

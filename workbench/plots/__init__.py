@@ -15,7 +15,7 @@ from workbench.plots.account import account, describe_account
 from workbench.plots.comparison import comparison, describe_comparison
 from workbench.plots.head_detail import directions, positions
 from workbench.plots.heads import describe_heads, heads
-from workbench.plots.latency import describe_latency, latency
+from workbench.plots.latency import describe_latency, describe_parts, latency, latency_parts
 from workbench.plots.mappers import describe_mappers, mappers
 from workbench.plots.patch import correlation, describe_patch, repair
 from workbench.plots.quality import describe_quality, quality
@@ -28,10 +28,12 @@ __all__ = [
     "comparison",
     "correlation",
     "describe",
+    "describe_parts",
     "directions",
     "figure",
     "heads",
     "latency",
+    "latency_parts",
     "mappers",
     "positions",
     "quality",

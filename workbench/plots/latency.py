@@ -8,8 +8,12 @@ from statistics import quantiles
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from workbench.lab.results import LatencyBench
+from workbench.lab.results import LatencyBench, LatencyCell
+from workbench.plots.account import PARTS
 from workbench.plots.style import BLUE, GREEN, ORANGE, SKY, TEXT, VERMILION, layout
+
+SHIPPING = (("moved between devices", "#F0E442"), ("delivered to another process", "#999933"))
+LOADING, REJECTED = ("share of the artefact load", "#44AA99"), ("prefills of rejected ones", "#882255")
 
 
 def latency(bench: LatencyBench) -> go.Figure:
@@ -62,10 +66,69 @@ def latency(bench: LatencyBench) -> go.Figure:
     fig.update_layout(barmode="group", bargap=0.25)
     fig.update_xaxes(title="context length, tokens", type="category")
     fig.update_yaxes(title="milliseconds (log)", type="log", dtick=1, secondary_y=False)
+    if bench.break_even:
+        fig.add_annotation(
+            text=f"pays from about {bench.break_even:,.0f} tokens on, everything counted",
+            xref="paper", yref="paper", x=0, y=1.06, showarrow=False, font={"color": TEXT}, xanchor="left",
+        )  # fmt: skip
     top = max([cell.ratio for cell in bench.cells], default=1.0)
     right = {"range": [0, 1.25 * max(top, 1.0)], "tickmode": "auto", "showgrid": False}
     fig.update_yaxes(title="times faster", secondary_y=True, **right)
     return fig
+
+
+def latency_parts(bench: LatencyBench) -> go.Figure:
+    """What one attempted handoff is made of, stacked, a bar a length; with what comes on top of it.
+
+    The share of each part is drawn, so that short and long contexts can be compared; the milliseconds are in the hover.
+    """
+    fig = go.Figure()
+    lengths = [f"{cell.tokens:,}" for cell in bench.cells]
+    stacks = [_stack(cell) for cell in bench.cells]
+    names = dict.fromkeys((name, colour) for stack in stacks for name, colour, _ in stack)
+    for name, colour in names:
+        times = [sum(ms for part, _, ms in stack if part == name) for stack in stacks]
+        whole = [sum(ms for _, _, ms in stack) for stack in stacks]
+        fig.add_bar(
+            x=lengths,
+            y=[100 * time / total if total else 0.0 for time, total in zip(times, whole, strict=True)],
+            name=name,
+            marker_color=colour,
+            customdata=times,
+            hovertemplate=f"%{{x}} tokens<br>{name}: %{{customdata:.1f}} ms (%{{y:.0f}} %)<extra></extra>",
+        )
+    layout(fig, "", height=380)
+    fig.update_layout(barmode="stack", bargap=0.35)
+    fig.update_xaxes(title="context length, tokens", type="category")
+    fig.update_yaxes(title="share of one handoff, %", range=[0, 100])
+    return fig
+
+
+def _stack(cell: LatencyCell) -> list[tuple[str, str, float]]:
+    """(name, colour, milliseconds) of all that an attempted handoff costs, in order."""
+    known = [
+        (title, colour, cell.parts[key]) for key, (title, colour) in PARTS.items() if cell.parts.get(key)
+    ]
+    rest = cell.parts.get("total", 0.0) - sum(ms for _, _, ms in known)
+    terms = cell.terms
+    delivered = cell.deliver_ms.get(terms.delivered, 0.0)
+    keep = 1 - terms.rejection_rate
+    more = [
+        ("other", TEXT, max(rest, 0.0)),
+        (*SHIPPING[0], keep * (cell.move_ms or 0.0)),
+        (*SHIPPING[1], keep * delivered),
+        (*LOADING, terms.load_ms / terms.handoffs),
+        (*REJECTED, terms.rejection_rate * cell.prefill_ms),
+    ]
+    return known + [part for part in more if part[2] > 0]
+
+
+def describe_parts(bench: LatencyBench) -> str:
+    """The parts at the longest context as one sentence."""
+    if not bench.cells:
+        return "Nothing measured yet."
+    parts = ", ".join(f"{name} {ms:,.1f} ms" for name, _, ms in _stack(bench.cells[-1]))
+    return f"One handoff at {bench.cells[-1].tokens:,} tokens: {parts}."
 
 
 def _quartiles(runs: Sequence[float], value: float) -> tuple[float, float]:

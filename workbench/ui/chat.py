@@ -99,6 +99,11 @@ class ChatTab:
                         label="Measure the true prefill after every switch",
                         info="On a scratch cache; takes as long as the prefill takes.",
                     )
+                    self.incremental = gr.Checkbox(
+                        False,
+                        label="Map every turn ahead",
+                        info="After each answer, if the other model is loaded: a switch then pays only for what is new.",
+                    )
                     self.recommended = gr.Checkbox(
                         True, label="Anchors and hold-back as the mapper recommends"
                     )
@@ -140,6 +145,7 @@ class ChatTab:
             self.anchors,
             self.hold_back,
             self.measure_each,
+            self.incremental,
         ]
         shown = [
             self.key,
@@ -308,6 +314,7 @@ class ChatTab:
         anchors: float,
         hold_back: float,
         measure_each: bool,
+        incremental: bool,
     ) -> Generator[dict[Any, Any], None, None]:
         """Does what the first step noted, streaming; without a note it does nothing."""
         visit = self.engine.visits.get(key)
@@ -330,6 +337,7 @@ class ChatTab:
                 anchors=None if recommended else int(anchors),
                 hold_back=None if recommended else int(hold_back),
                 measure_each=bool(measure_each),
+                incremental=bool(incremental),
             )
 
             def work(post: Callable[[Any], None], stop: StopFlag) -> str | None:

@@ -22,12 +22,14 @@ class Choices:
         sampling: arguments of `Sampling`.
         anchors, hold_back: of a switch, None for the mapper's own choice.
         measure_each: run a true prefill after every switch, to compare.
+        incremental: map every turn ahead, if the other model is loaded.
     """
 
     sampling: dict[str, Any]
     anchors: int | None
     hold_back: int | None
     measure_each: bool
+    incremental: bool = False
 
 
 def carry_out(
@@ -60,6 +62,7 @@ def carry_out(
         post(("Starting the model libraries",))
     from workbench.chat.conversation import Conversation
     from workbench.chat.decode import CHAT_REPETITION_PENALTY, Sampling
+    from workbench.lab.estimate import saved_prefill_times
 
     def tell(share: float, text: str) -> None:
         if stop():
@@ -73,6 +76,7 @@ def carry_out(
             visit.chat = Conversation(host, sampling)
         chat = visit.chat
         chat.sampling, chat.anchors, chat.hold_back = sampling, chosen.anchors, chosen.hold_back
+        chat.incremental = chosen.incremental
         if request.kind == "clear":
             chat.clear()
         elif request.kind == "undo":
@@ -82,6 +86,8 @@ def carry_out(
         elif request.kind == "switch":
             engine.load(host, (chat.side, request.to) if chat.messages else (request.to,), tell)
             post((f"Switching to the {request.to} model",))
+            if request.to not in chat.prefill_times:
+                chat.prefill_times = saved_prefill_times(host) | chat.prefill_times
             chat.switch(request.to, how=request.how, should_stop=stop)
             visit.last_switch = time.monotonic()
             if chosen.measure_each and chat.accounts[-1].tokens:

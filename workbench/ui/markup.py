@@ -231,6 +231,8 @@ def account_view(
             ms(_sum(account.ms, "anchors", "hold_back", "ends", "prefill")),
         ),
     ]
+    if account.mapped_ahead:
+        counts.insert(1, ("of these, mapped before the switch", account.mapped_ahead, ms(account.ahead_ms)))
     rows = [(name, number(int(tokens)), time) for name, tokens, time in counts]
     rows.append(("<b>context</b>", f"<b>{number(int(account.tokens))}</b>", f"<b>{ms(total)}</b>"))
     numbers = table(["Tokens", "count", "time"], rows)
