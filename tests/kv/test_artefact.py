@@ -1,5 +1,6 @@
 """Artefacts: what is saved is what is loaded; everything else is refused, by name, before it is used."""
 
+import errno
 import hashlib
 import json
 import os
@@ -214,6 +215,34 @@ def test_values_that_are_not_finite_are_neither_saved_nor_loaded(made, tmp_path)
     assert not (tmp_path / "mapper").exists()
 
 
+@pytest.mark.parametrize("call", range(1, 7))
+def test_a_full_disk_leaves_the_old_artefact_and_nothing_else(made, saved, monkeypatch, call):
+    before, calls = artefact.load(saved)[1], []
+    for name in ("fsync", "rename"):
+        real = getattr(os, name)
+
+        def failing(*arguments, real=real):
+            calls.append(real)
+            if len(calls) == call:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, failing)
+    with pytest.raises(ArtefactError, match="No space left on device"):
+        artefact.save(saved, made[0], replace(made[1], anchors=9))
+    monkeypatch.undo()
+    assert os.listdir(saved.parent) == ["mapper"]
+    assert artefact.load(saved)[1] == before
+
+
+def test_a_file_that_is_replaced_while_in_use_changes_nothing(saved):
+    mapper, _ = artefact.load(saved)
+    before = [bias.clone() for bias in mapper.key_bias]
+    path = saved / TENSORS
+    path.write_bytes(bytes(path.stat().st_size))
+    assert all(torch.equal(a, b) for a, b in zip(mapper.key_bias, before, strict=True))
+
+
 def test_a_kill_between_the_renames_loses_nothing(made, saved):
     saved.rename(saved.parent / ".mapper.old")
     (saved.parent / ".mapper.new-abc").mkdir()
@@ -266,7 +295,7 @@ def test_a_manifest_of_format_1_still_loads_and_stays_one(made, saved):
     """Format 1 had full matrices only and did not say so."""
     path = saved / MANIFEST
     data = json.loads(path.read_text())
-    for name in ("features", "ranks", "hidden", "selection", "polish"):
+    for name in ("features", "ranks", "hidden", "selection", "polish", "sum"):
         del data[name]
     path.write_text(json.dumps(data | {"format": 1}))
     mapper, manifest = artefact.load(saved)
@@ -292,6 +321,8 @@ def test_a_manifest_of_format_1_still_loads_and_stays_one(made, saved):
 )
 def test_forms_in_a_manifest_are_checked(saved, change, message):
     path = saved / MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    data = json.loads(path.read_text()) | change
+    data.pop("sum")
+    path.write_text(json.dumps(data))
     with pytest.raises(ArtefactError, match=message):
         artefact.load(saved)

@@ -1,5 +1,7 @@
 """The mapper against the definition: written out per token and head, exact for the identity, whole or not at all."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -115,3 +117,115 @@ def test_wrong_ranges_and_shapes_are_refused():
     with pytest.raises(ValueError, match="do not exist"):
         KVMapper(spec, spec, ((0,), (1,), (3,)), layers, identity.key_weight, identity.key_bias,
                  identity.value_weight, identity.value_bias)  # fmt: skip
+
+
+def low_rank_mapper(source, target, features="both", rank=7, hidden=0, seed=3) -> KVMapper:
+    """A random mapper of the low-rank form over source layers 0 and 2, with an MLP when asked for."""
+    generator = torch.Generator().manual_seed(seed)
+    spec_src, spec_tgt = KVSpec.from_config(source.config), KVSpec.from_config(target.config)
+
+    def matrices(count, *shape):
+        return tuple(torch.randn(*shape, generator=generator) / shape[0] ** 0.5 for _ in range(count))
+
+    rows = 2 * spec_src.kv_width * (2 if features == "both" else 1)
+    layers, width = ((0, 2),) * spec_tgt.layers, spec_tgt.kv_width
+    mlp = ()
+    if hidden:
+        mlp = (
+            *matrices(1, rank, hidden),
+            *matrices(1, hidden),
+            *matrices(1, hidden, hidden),
+            *matrices(1, hidden),
+        )
+    return KVMapper(
+        spec_src, spec_tgt, layers, layers, matrices(spec_tgt.layers, rank + hidden, width),
+        matrices(spec_tgt.layers, width), matrices(spec_tgt.layers, rank + hidden, width),
+        matrices(spec_tgt.layers, width), 0, 1, features, matrices(1 if features == "both" else 2, rows, rank), mlp,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("features", "hidden"), [("own", 0), ("both", 0), ("both", 5)])
+def test_the_low_rank_form_is_what_the_definition_says(features, hidden):
+    source, target = tiny_model("llama", 1), tiny_model("qwen3", 2)
+    mapper = low_rank_mapper(source, target, features, hidden=hidden)
+    rotary_src, rotary_tgt, own = Rotary(source), Rotary(target), filled(source, random_ids(20))
+    mapped = new_cache(3)
+    mapper.map_into(own, mapped, 0, 20, rotary_src, rotary_tgt)
+
+    def rows(kind):
+        each = [layer_tensors(own, layer)[kind] for layer in (0, 2)]
+        each = [rotary_src.strip(k) for k in each] if kind == 0 else each
+        return torch.cat([heads[0, h] for heads in each for h in range(heads.shape[1])], -1)
+
+    keys, values = rows(0), rows(1)
+    if features == "own":
+        z_key, z_value = keys @ mapper.reduce[0], values @ mapper.reduce[1]
+    else:
+        z_key = torch.cat((keys, values), -1) @ mapper.reduce[0]
+        if hidden:
+            gelu = torch.nn.functional.gelu
+            h = gelu(gelu(z_key @ mapper.mlp[0] + mapper.mlp[1]) @ mapper.mlp[2] + mapper.mlp[3])
+            z_key = torch.cat((z_key, h), -1)
+        z_value = z_key
+    dim = mapper.target.head_dim
+    for t in range(3):
+        k_hat = z_key @ mapper.key_weight[t] + mapper.key_bias[t]
+        v_hat = z_value @ mapper.value_weight[t] + mapper.value_bias[t]
+        mapped_keys, mapped_values = layer_tensors(mapped, t)
+        for head in range(mapper.target.kv_heads):
+            columns = slice(head * dim, (head + 1) * dim)
+            rotated = rotary_tgt.rotate(k_hat[None, None, :, columns])[0, 0]
+            torch.testing.assert_close(mapped_keys[0, head], rotated, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(mapped_values[0, head], v_hat[:, columns], rtol=1e-4, atol=1e-4)
+    z = mapper.coordinates(keys, values)
+    torch.testing.assert_close(z[0], z_key, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(z[1], z_value, rtol=1e-4, atol=1e-4)
+
+
+def test_full_form_with_both_features():
+    """Keys first, then values, of exactly the chosen layers; scattered ones are gathered, others read in place."""
+    source, target = tiny_model("llama", 1), tiny_model("llama", 2)
+    spec = KVSpec.from_config(source.config)
+    generator = torch.Generator().manual_seed(1)
+    layers = ((0, 2), (1, 2), (0, 1, 2))
+    weights = tuple(
+        torch.randn(2 * len(row) * spec.kv_width, spec.kv_width, generator=generator) for row in layers
+    )
+    zeros = (torch.zeros(spec.kv_width),) * 3
+    mapper = KVMapper(spec, spec, layers, layers, weights, zeros, weights, zeros, 0, 1, "both")
+    rotary, own, mapped = Rotary(source), filled(source, random_ids(12)), new_cache(3)
+    mapper.map_into(own, mapped, 0, 12, rotary, Rotary(target))
+    for t, row in enumerate(layers):
+        keys = [rotary.strip(layer_tensors(own, layer)[0])[0] for layer in row]
+        values = [layer_tensors(own, layer)[1][0] for layer in row]
+        x = torch.cat([head for heads in (*keys, *values) for head in heads], -1)
+        got = layer_tensors(mapped, t)[1][0].transpose(0, 1).flatten(1)
+        torch.testing.assert_close(got, x @ weights[t], rtol=1e-4, atol=1e-4)
+
+
+def test_costs_are_counted():
+    source, target = tiny_model("llama", 1), tiny_model("qwen3", 2)
+    mapper = low_rank_mapper(source, target, rank=7, hidden=5)
+    width_src, width_tgt = mapper.source.kv_width, mapper.target.kv_width
+    numbers = 4 * width_src * 7 + 7 * 5 + 5 * 5 + 2 * 3 * 12 * width_tgt
+    assert mapper.flops_per_token == 2 * numbers
+    assert mapper.nbytes == 4 * (numbers + 10 + 2 * 3 * width_tgt)
+    assert mapper.to(torch.float16).nbytes == mapper.nbytes // 2
+    assert (mapper.rank, mapper.hidden, KVMapper.identity(mapper.source).rank) == (7, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": "all"}, "features must be one of"),
+        ({"reduce": ()}, "MLP needs"),
+        ({"features": "own"}, "own features need two"),
+        ({"key_layers": ((0, 1), (0, 2), (0, 2))}, "same source layers"),
+        ({"value_layers": ((0, 1),) * 3}, "keys and values read the same"),
+        ({"mlp": (torch.zeros(7, 5), torch.zeros(5), torch.zeros(5, 4), torch.zeros(5))}, r"mlp\[2\]"),
+    ],
+)
+def test_forms_that_contradict_themselves_are_refused(change, message):
+    mapper = low_rank_mapper(tiny_model("llama", 1), tiny_model("qwen3", 2), hidden=5)
+    with pytest.raises(ValueError, match=message):
+        replace(mapper, **change)
