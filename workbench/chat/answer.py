@@ -47,6 +47,9 @@ class Message:
             went.
         ms: milliseconds from asking to the last token.
         tokens_per_second: while decoding.
+        uncertainty: mean entropy of the model's own next-token distributions over this answer, in nats.
+        replaced: an answer of the other model that this one stands for, because that one was too unsure.
+        doubt: the mean entropy of that replaced answer.
     """
 
     role: str
@@ -63,6 +66,9 @@ class Message:
     rerun: int = 0
     ms: float = 0.0
     tokens_per_second: float | None = None
+    uncertainty: float | None = None
+    replaced: str = ""
+    doubt: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -163,7 +169,8 @@ def _tokens(answer: Message, job: Job, logits: Tensor) -> Iterator[int]:
     """Decode; keeps `answer.token_ids` and what the cache covers in step. Ends before the stop id."""
     held, most = job.held, min(job.room, job.sampling.max_new_tokens)
     sampling = replace(job.sampling, max_new_tokens=most)
-    steps = decode(job.model, logits, held.cache, sampling, context=job.prompt)
+    seen: list[float] = []
+    steps = decode(job.model, logits, held.cache, sampling, context=job.prompt, watch=seen.append)
     while True:
         done = len(held.ids)
         with job.host.holding_lane(job.should_stop):
@@ -176,6 +183,7 @@ def _tokens(answer: Message, job: Job, logits: Tensor) -> Iterator[int]:
         if token is None or token in job.model.stop_ids:
             break
         answer.token_ids.append(token)
+        answer.uncertainty = sum(seen) / len(seen)
         yield token
         if len(answer.token_ids) < most and job.stopping():
             raise Cancelled("Stopped.")

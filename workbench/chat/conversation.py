@@ -29,10 +29,12 @@ from workbench.chat.answer import Job, Message, ShouldStop, stream
 from workbench.chat.decode import Sampling
 from workbench.chat.handoff import Account
 from workbench.chat.held import Held, common_prefix
+from workbench.chat.policy import PREFILL, judge
 from workbench.chat.template import clean, render
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.kv.cache import length
 from workbench.kv.mapper import KVMapper
+from workbench.lab.approval import Policy
 from workbench.models.catalog import SIDES, direction_to, other_side
 from workbench.models.loading import LoadedModel
 from workbench.models.pair import PairHost
@@ -72,6 +74,7 @@ class Conversation:
         self.anchors, self.hold_back, self.incremental = anchors, hold_back, incremental
         self.prefill_times: dict[str, list[tuple[int, float]]] = {}
         self._ahead_ms = 0.0
+        self.policy: Policy | None = None  # decides whether a pair may be mapped; None: as the person asks
         self.messages: list[Message] = []
         self.accounts: list[Account] = []
         self._ids: list[int] = []
@@ -171,6 +174,21 @@ class Conversation:
         with self._claimed():
             self._held = {}
 
+    @contextmanager
+    def restored_on_failure(self) -> Iterator[None]:
+        """Several steps as one: when one of them fails, what was said, the side and the accounts are as before."""
+        names = ("messages", "accounts", "side", "_ids", "_template_side", "_new_account", "_switch_ids", "_attempt")
+        before = {name: getattr(self, name) for name in names}
+        before |= {name: list(before[name]) for name in ("messages", "accounts", "_ids")}
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException:
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
+
     # --- changing models ---
 
     def switch(self, to: str | None = None, how: str = "mapped", should_stop: ShouldStop = None) -> Account:
@@ -265,9 +283,12 @@ class Conversation:
         """Hand over through the mapper.
 
         Raises:
-            WorkbenchError: there is no mapper, nothing to map from, or it gave no numbers.
+            WorkbenchError: the policy refuses, there is no mapper, nothing to map from, or it gave no numbers.
         """
         ids, source = self._ids, self.host.model(self.side)
+        verdict = judge(self.host, direction_to(to), self.policy, len(ids))
+        if verdict.how == PREFILL:
+            raise WorkbenchError(verdict.reason)
         mapper, _ = self.host.mapper(direction_to(to))
         with self.host.holding_lane(should_stop):
             theirs = self._holding(self.side, source)

@@ -66,6 +66,7 @@ def decode(
     sampling: Sampling,
     should_stop: Callable[[], bool] | None = None,
     context: Sequence[int] = (),
+    watch: Callable[[float], None] | None = None,
 ) -> Iterator[int]:
     """Yield the ids of an answer, one by one.
 
@@ -76,6 +77,7 @@ def decode(
         sampling: how to choose, and how many at most.
         should_stop: asked before each step after the first.
         context: ids that a repetition penalty looks at, besides the answer's own.
+        watch: is told the entropy of the model's distribution (nats) before every token.
 
     Yields:
         Token ids that have *not* been run yet. A stop id is yielded too, and is then the last.
@@ -83,6 +85,8 @@ def decode(
     generator = torch.Generator().manual_seed(sampling.seed)
     seen = list(context) if sampling.repetition_penalty != 1.0 else []
     for step in range(sampling.max_new_tokens):
+        if watch is not None:
+            watch(entropy(logits[-1]))
         token = choose(logits[-1], sampling, generator, seen)
         yield token
         if token in model.stop_ids or step + 1 == sampling.max_new_tokens or (should_stop and should_stop()):
@@ -92,6 +96,12 @@ def decode(
         last = forward(model.model, [token], cache)
         assert last is not None  # one is kept
         logits = last
+
+
+def entropy(logits: Tensor) -> float:
+    """Entropy in nats of softmax(logits (vocab,)): how unsure the model is of its next token."""
+    log_p = logits.float().log_softmax(-1)
+    return float(-(log_p.exp() * log_p).sum())
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Sequence[int] = ()) -> int:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from workbench.chat.policy import decide as decide  # the router's question before a switch, beside the switch
 from workbench.kv.cache import grows_in_place, length, new_cache, reserve, truncate
 from workbench.kv.forward import forward, forward_ends, takes_masks
 from workbench.kv.mapper import KVMapper, MapTimes

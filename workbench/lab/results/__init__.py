@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+from workbench.lab.results.cascade import Calibration
 from workbench.lab.results.common import Step, finish
 from workbench.lab.results.comparison import COLUMNS, Comparison
 from workbench.lab.results.drift import Drift, DriftTurn
@@ -33,6 +34,7 @@ __all__ = [
     "METRICS",
     "TASKS",
     "Arm",
+    "Calibration",
     "Comparison",
     "CurvePoint",
     "Drift",
@@ -60,6 +62,7 @@ __all__ = [
 Result = TypeVar("Result")
 
 KINDS: dict[str, Any] = {
+    "cascade": Calibration,
     "compare": Comparison,
     "drift": Drift,
     "heads": HeadMaps,
