@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -154,6 +155,15 @@ def test_heads_restore(call: Any, tmp_path: Path, host: PairHost, monkeypatch: p
     assert again["restored"]["kl"] == pytest.approx(told["kl"], rel=1e-4)
     everything, _ = call(heads, *options, "--restore", "0,1,2")
     assert everything["restored"]["kl"] == pytest.approx(0.0, abs=1e-5)
+    mapper, manifest = host.mapper("up")
+    other = replace(mapper, key_weight=tuple(w + 1 for w in mapper.key_weight))
+    loaded = {tmp_path / "same": (mapper, manifest), tmp_path / "worse": (other, manifest)}
+    monkeypatch.setattr("workbench.kv.artefact.load", lambda folder, *names: loaded[folder])
+    again, table = call(heads, *options, "--restore", "0,1", "--refit", str(tmp_path / "same"))
+    assert again["restored"]["refit_kl"] == pytest.approx(again["restored"]["base_kl"], rel=1e-4)
+    assert "as the other mapper makes them" in table
+    again, _ = call(heads, *options, "--restore", "0,1", "--refit", str(tmp_path / "worse"))
+    assert again["restored"]["refit_kl"] != pytest.approx(again["restored"]["base_kl"], rel=1e-2)
     for wrong in ("9", "1.x", "0.7"):
         with pytest.raises(InputError):
             call(heads, *options, "--restore", wrong)

@@ -38,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only measure what it wins to have these right: LAYER.HEAD or LAYER with commas between, or 'marked'",
     )  # fmt: skip
     group.add_argument(
+        "--refit", type=Path, metavar="DIR",
+        help="another mapper of this direction: also try the heads of --restore as that one makes them",
+    )  # fmt: skip
+    group.add_argument(
         "--mark", action="store_true", help="mark the heads of --restore in the mapper, with what they win"
     )
     add_save_arguments(parser)
@@ -93,6 +97,7 @@ def restored(
     args: argparse.Namespace, host: Any, direction: str, texts: Any, options: Any, progress: Any
 ) -> dict[str, Any]:
     """What it wins to have some heads right; see `workbench.lab.restore`."""
+    from workbench.kv import artefact
     from workbench.lab import marks, restore
     from workbench.lab.provenance import models_of
     from workbench.lab.results import finish
@@ -101,11 +106,15 @@ def restored(
     _, manifest = host.mapper(direction)
     mapper = manifest.tensors_sha256 if manifest is not None else ""
     marked = marks.load_marks(folder, mapper)
-    _, target = models_of(host, direction)
+    source, target = models_of(host, direction)
+    refit = None
+    if args.refit is not None:
+        loaded, _ = artefact.load(args.refit, source.identity, target.identity, direction)
+        refit = loaded.to(target.dtype, target.layer_devices)
     heads = marked.heads if args.restore == "marked" else named_heads(args.restore, target.spec.kv_heads)
     if not heads:
         raise InputError("No head is marked in this mapper.", "Name heads instead of 'marked'.")
-    result = finish(restore.stream(host, direction, heads, texts, options), progress)
+    result = finish(restore.stream(host, direction, heads, texts, options, refit), progress)
     found = {"restored": result.to_json()}
     if args.mark:
         marked = marks.Marks(mapper, result.heads, result)
@@ -243,6 +252,10 @@ def show_restored(result: dict[str, Any]) -> str:
         f"KL {told['base_kl']:.4f} -> {told['kl']:.4f}: {told['recovered']:.1%} of it; as many random heads "
         f"{told['recovered_random']:.1%}; {told['texts']} texts",
     ]
+    if told["refit_kl"] is not None:
+        lines.append(
+            f"as the other mapper makes them: KL {told['refit_kl']:.4f}, {told['recovered_refit']:.1%} of it"
+        )
     if told["native_layers"]:
         lines.append(f"the lowest {told['native_layers']} layers are among them: they can be run natively")
     return "\n".join(lines + ([f"Marked in {result['marked']}"] if "marked" in result else []))

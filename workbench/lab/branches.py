@@ -63,7 +63,7 @@ class Branches:
                 output = self.target.model(
                     input_ids=torch.tensor([list(self.ids)], device=device),
                     position_ids=self._positions,
-                    cache=self._cache(base, [frozenset()]),
+                    cache=self._cache(base, [frozenset()], self.true),
                     use_cache=True,
                     logits_to_keep=self.keep,
                     output_hidden_states=True,
@@ -75,18 +75,20 @@ class Branches:
         self._p = self._log_p.exp()
         self.base_kl = float(self._kl(logits["mapped"][None])[0])
 
-    def kl(self, base: str, variants: Sequence[Exchange]) -> list[float]:
+    def kl(self, base: str, variants: Sequence[Exchange], donor: Cache | None = None) -> list[float]:
         """Mean KL to the native run of each variant, in the order given.
 
         Args:
             base: "mapped" or "true": the cache in which cells are replaced by those of the other one.
             variants: what each one exchanges; those of one call should begin at about the same layer.
+            donor: a third cache of the context to take the cells from, None for the other base.
         """
+        donor = donor or (self.true if base == "mapped" else self.mapped)
         found: dict[Exchange, float] = {frozenset(): self.base_kl if base == "mapped" else 0.0}
         todo = sorted({v for v in variants if v}, key=lambda v: min(v))
         for start in range(0, len(todo), ROWS):
             batch = todo[start : start + ROWS]
-            found |= dict(zip(batch, self._run(base, batch), strict=True))
+            found |= dict(zip(batch, self._run(base, batch, donor), strict=True))
         return [found[variant] for variant in variants]
 
     def kl_of(self, cache: Cache) -> Tensor:
@@ -102,29 +104,28 @@ class Branches:
         return ((difference + self._log_p).logsumexp(-1) - (self._p * difference).sum(-1)).mean()
 
     @torch.inference_mode()
-    def _run(self, base: str, batch: Sequence[Exchange]) -> list[float]:
+    def _run(self, base: str, batch: Sequence[Exchange], donor: Cache) -> list[float]:
         first = min(min(variant)[0] for variant in batch)
         hidden = self._hidden[base][first]
         with upper_layers(self.target.model, first):
             logits = self.target.model(
                 inputs_embeds=hidden.expand(len(batch), -1, -1),
                 position_ids=self._positions,
-                cache=self._cache(base, batch),
+                cache=self._cache(base, batch, donor),
                 use_cache=True,
                 logits_to_keep=self.keep,
             ).logits
         return self._kl(logits).tolist()
 
-    def _cache(self, base: str, batch: Sequence[Exchange]) -> Cache:
-        """The base's cache once a row, with each row's cells exchanged."""
-        other = self._caches[BASES[base == "mapped"]]
+    def _cache(self, base: str, batch: Sequence[Exchange], donor: Cache) -> Cache:
+        """The base's cache once a row, with each row's cells taken from the donor."""
         exchanged = {layer for variant in batch for layer, _, _ in variant}
         layers = []
         for index in range(self.target.spec.layers):
             rows = [t.expand(len(batch), -1, -1, -1) for t in layer_tensors(self._caches[base], index)]
             if index in exchanged:
                 rows = [t.clone() for t in rows]
-                theirs = layer_tensors(other, index)
+                theirs = layer_tensors(donor, index)
                 for row, variant in enumerate(batch):
                     for layer, head, kind in variant:
                         if layer == index:
@@ -144,7 +145,9 @@ class Branches:
         found = []
         for row in logits:
             difference = row.to(self._native.device, torch.float32) - self._native
-            mean = (self._p[:, None] @ difference[..., None]).flatten()  # one pass, nothing in between is stored
+            mean = (
+                self._p[:, None] @ difference[..., None]
+            ).flatten()  # one pass, nothing in between is stored
             kl = difference.add_(self._log_p).logsumexp(-1) - mean
             found.append(kl.double().clamp_min(0.0).mean())
         return torch.stack(found).cpu()

@@ -25,6 +25,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers import Cache
 
 from workbench.errors import Cancelled, InputError
 from workbench.kv.cache import new_cache
@@ -197,6 +198,22 @@ def branch(
     should_stop: ShouldStop = None,
 ) -> Branches:
     """Both caches of a passage's context, ready to be exchanged head by head."""
+    stop = options.context - options.hold_back
+    mapped = mapped_context(source, target, mapper, passage, options, should_stop)
+    true = new_cache(target.spec.layers, stop)
+    forward(target.model, passage.ids[:stop], true, keep=0, chunk=512, should_stop=should_stop)
+    return Branches(target, mapped, true, passage.ids[stop:-1], options.following)
+
+
+def mapped_context(
+    source: LoadedModel,
+    target: LoadedModel,
+    mapper: KVMapper,
+    passage: Passage,
+    options: PatchOptions,
+    should_stop: ShouldStop = None,
+) -> Cache:
+    """The target's cache of a passage's context as the handoff makes it, without the held-back tokens."""
     anchors = mapper.anchors if options.anchors is None else options.anchors
     stop = options.context - options.hold_back
     if anchors >= stop:
@@ -204,12 +221,11 @@ def branch(
     context = passage.ids[:stop]
     source_cache = new_cache(source.spec.layers, stop)
     forward(source.model, context, source_cache, keep=0, chunk=512, should_stop=should_stop)
-    mapped, true = new_cache(target.spec.layers, stop), new_cache(target.spec.layers, stop)
+    mapped = new_cache(target.spec.layers, stop)
     if anchors:
         forward(target.model, context[:anchors], mapped, keep=0)
     mapper.map_into(source_cache, mapped, anchors, stop, source.rotary, target.rotary, should_stop)
-    forward(target.model, context, true, keep=0, chunk=512, should_stop=should_stop)
-    return Branches(target, mapped, true, passage.ids[stop:-1], options.following)
+    return mapped
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A head can be right in two ways: its layer is among the lowest, which the target can run natively over the whole
 context since nothing above is needed for it; or it is fitted again. The gain measured here is exact for the
-first and an upper bound for the second.
+first and an upper bound for the second. A mapper that was fitted again, with another objective or rank say, can be
+given: then the heads are also taken from what that one makes, and the rest from the first.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy as np
 
 from workbench.errors import Cancelled, InputError
 from workbench.lab.corpus import Document, documents, passages
-from workbench.lab.patch import PatchOptions, branch
+from workbench.lab.patch import PatchOptions, branch, mapped_context
 from workbench.lab.provenance import models_of, trace
 from workbench.lab.results.common import Step
 from workbench.lab.results.restored import Restored, native_layers
 
 if TYPE_CHECKING:
+    from workbench.kv.mapper import KVMapper
     from workbench.models.pair import PairHost
 
 
@@ -29,6 +31,7 @@ def stream(
     heads: Sequence[tuple[int, int]],
     texts: Sequence[Document] | None = None,
     options: PatchOptions | None = None,
+    refit: KVMapper | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Iterator[Step | Restored]:
     """Measure what restoring heads wins.
@@ -39,6 +42,7 @@ def stream(
         heads: (layer, KV head) each.
         texts: to measure on, None for the held-out ones.
         options: how much; `draws` random sets of as many heads are the control.
+        refit: another mapper of this direction, on the target's devices, to take the same heads from.
         should_stop: asked before every text.
 
     Yields:
@@ -65,7 +69,7 @@ def stream(
     length = options.context + options.following
     cut = passages(target.tokenizer, texts or documents("heldout"), length, options.skip + options.limit)
     cut = cut[options.skip :] or cut[-options.limit :]
-    base, kls = [], []
+    base, kls, again = [], [], []
     for number, passage in enumerate(cut):
         if should_stop and should_stop():
             raise Cancelled("The measurement was stopped.")
@@ -73,6 +77,9 @@ def stream(
             branches = branch(source, target, mapper, passage, options, should_stop)
             base.append(branches.base_kl)
             kls.append(branches.kl("mapped", variants))
+            if refit is not None:
+                donor = mapped_context(source, target, refit, passage, options, should_stop)
+                again += branches.kl("mapped", variants[:1], donor)
         yield Step((number + 1) / len(cut), f"restoring heads in text {number + 1} of {len(cut)}")
     means = np.mean(kls, axis=0)
     yield Restored(
@@ -80,6 +87,7 @@ def stream(
         base_kl=float(np.mean(base)),
         kl=float(means[0]),
         random_kl=float(means[1:].mean()) if options.draws else float("nan"),
+        refit_kl=float(np.mean(again)) if again else None,
         native_layers=native_layers(chosen, kv_heads),
         layers=layers,
         kv_heads=kv_heads,

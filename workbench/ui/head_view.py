@@ -219,6 +219,8 @@ def marks_view(marks: Any, kv_heads: int) -> str:
             f" Made right together they win back <b>{gain.recovered:.0%}</b> of the KL ({number(gain.base_kl, 4)} → "
             f"{number(gain.kl, 4)} nats, {gain.texts} texts); as many random heads {gain.recovered_random:.0%}."
         )
+        if gain.recovered_refit is not None:
+            text += f" Taken from the second mapper instead they win back <b>{gain.recovered_refit:.0%}</b>."
         if gain.native_layers:
             text += (
                 f" The lowest {gain.native_layers} of {gain.layers} layers are marked wholly: the target can run them "

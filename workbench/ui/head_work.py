@@ -185,16 +185,21 @@ def maps_job(
 
 
 def restore_job(
-    direction: str, folder: Path | None, heads: tuple[tuple[int, int], ...], limit: int
+    direction: str,
+    folder: Path | None,
+    heads: tuple[tuple[int, int], ...],
+    limit: int,
+    refit: Path | None = None,
 ) -> Callable[[Any, Any], Iterator[Any]]:
-    """A job for `measure`: what repairing the marked heads wins."""
+    """A job for `measure`: what repairing the marked heads wins, also with a refit's heads where one is named."""
 
     def start(host: Any, should_stop: Any) -> Iterator[Any]:
         from workbench.lab import patch, restore
 
         options = patch.PatchOptions(limit=limit)
+        other = None if refit is None else host_with(host, direction, refit).mapper(direction)[0]
         return restore.stream(
-            host_with(host, direction, folder), direction, heads, options=options, should_stop=should_stop
+            host_with(host, direction, folder), direction, heads, None, options, other, should_stop
         )
 
     return start

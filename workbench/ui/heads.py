@@ -165,7 +165,7 @@ class HeadsTab:
         )  # fmt: skip
         wire_job(
             self.engine, key, self.repair, self.stop_repair, self.status, self.restore,
-            [key, self.direction, self.mapper, self.texts], [self.marks, self.status], "repair_heads",
+            [key, self.direction, self.mapper, self.texts, self.other], [self.marks, self.status], "repair_heads",
         )  # fmt: skip
 
     def open(
@@ -408,9 +408,9 @@ class HeadsTab:
         return handle
 
     def restore(
-        self, key: str | None, direction: str, label: str, texts: float
+        self, key: str | None, direction: str, label: str, texts: float, refit: str
     ) -> Generator[dict[Any, Any], None, None]:
-        """Measures what repairing the marked heads wins."""
+        """Measures what repairing the marked heads wins: true ones, and those of the second mapper if there is one."""
         from dataclasses import replace
 
         _, visit = visit_of(self.engine, key)
@@ -418,8 +418,9 @@ class HeadsTab:
         if not marks.heads:
             yield {self.status: notice("Mark a head or a layer first.")}
             return
-        other = None if label == work.IN_USE else folder
-        job = work.restore_job(direction, other, marks.heads, int(texts))
+        mine = None if label == work.IN_USE else folder
+        other = work.mappers(self.engine, key, direction).get(refit)
+        job = work.restore_job(direction, mine, marks.heads, int(texts), other)
         for status, result, finished in measure(self.engine, key, direction, "restored", job):
             if not (finished and result is not None):
                 yield {self.status: status}

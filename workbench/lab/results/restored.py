@@ -27,6 +27,7 @@ class Restored:
         kv_heads: of the target.
         texts: number of texts.
         provenance: where and when.
+        refit_kl: what is left with these heads taken from another mapper; None when there was none.
     """
 
     heads: Heads
@@ -38,6 +39,7 @@ class Restored:
     kv_heads: int
     texts: int
     provenance: Provenance
+    refit_kl: float | None = None
 
     @property
     def recovered(self) -> float:
@@ -48,6 +50,11 @@ class Restored:
     def recovered_random(self) -> float:
         """Share of the KL that as many random heads win back."""
         return self._share(self.random_kl)
+
+    @property
+    def recovered_refit(self) -> float | None:
+        """Share of the KL that these heads win back when they come from another mapper; negative where it is worse."""
+        return None if self.refit_kl is None else self._share(self.refit_kl)
 
     def _share(self, kl: float) -> float:
         return (self.base_kl - kl) / self.base_kl if self.base_kl > 0 else float("nan")
@@ -62,6 +69,8 @@ class Restored:
                 "random_kl": self.random_kl,
                 "recovered": self.recovered,
                 "recovered_random": self.recovered_random,
+                "refit_kl": self.refit_kl,
+                "recovered_refit": self.recovered_refit,
                 "native_layers": self.native_layers,
                 "layers": self.layers,
                 "heads": self.kv_heads,
@@ -82,6 +91,7 @@ class Restored:
             kv_heads=data["heads"],
             texts=data["texts"],
             provenance=Provenance.from_json(data["provenance"]),
+            refit_kl=data.get("refit_kl"),
         )
 
 
