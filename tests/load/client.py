@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from gradio_client.utils import apply_diff
 
 ROOT = Path(__file__).resolve().parents[2]
 TO_LARGE, TO_SMALL = "Switch to the large model →", "← Switch to the small model"
@@ -85,10 +86,8 @@ class Visitor:
                 if message.get("event_id") != event:
                     continue
                 if message["msg"] == "process_generating" and message.get("success"):
-                    data_now = message["output"]["data"]
-                    current = data_now if current is None else [
-                        merged(old, change) for old, change in zip(current, data_now, strict=True)
-                    ]  # fmt: skip
+                    values = message["output"]["data"]  # whole at first, then only what changed
+                    current = values if current is None else list(map(apply_diff, current, values))
                     self._look(function, current)
                     grown += 1
                     if leave_after is not None and grown >= leave_after:
@@ -141,27 +140,6 @@ def _value(output: Any) -> Any:
     if isinstance(output, dict) and output.get("__type__") == "update":
         return output.get("value")
     return output
-
-
-def merged(old: Any, changes: Any) -> Any:
-    """An output after a list of changes ([action, path, value]), as streams send them."""
-    if not (isinstance(changes, list) and all(isinstance(c, list) and len(c) == 3 for c in changes)):
-        return changes
-    whole = [copy.deepcopy(old)]
-    for action, path, value in changes:
-        place, steps = whole, [0, *path]
-        for step in steps[:-1]:
-            place = place[step]
-        last: Any = steps[-1]
-        if action == "append":
-            place[last] += value
-        elif action == "delete":
-            del place[last]
-        elif action == "add" and isinstance(place, list):
-            place.insert(last, value)
-        else:  # replace, or add to an object
-            place[last] = value
-    return whole[0]
 
 
 class Server:

@@ -230,15 +230,17 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             _restore(folder)
-            temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
-            temporary.chmod(0o755)
-            _write_synced(temporary / TENSORS, blob)
-            _write_synced(temporary / MANIFEST, json.dumps(manifest.to_json(), indent=1).encode())
-            if folder.exists():
-                os.rename(folder, _old(folder))
-            os.rename(temporary, folder)
-            _sync_folder(folder.parent)
-            _sweep(folder)
+            try:
+                temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
+                temporary.chmod(0o755)
+                _write_synced(temporary / TENSORS, blob)
+                _write_synced(temporary / MANIFEST, json.dumps(manifest.to_json(), indent=1).encode())
+                if folder.exists():
+                    os.rename(folder, _old(folder))
+                os.rename(temporary, folder)
+                _sync_folder(folder.parent)
+            finally:
+                _restore(folder)  # sweeps as well; a full disk must not stay full of halves
     except OSError as error:
         raise ArtefactError(
             f"The mapper cannot be saved in {folder.name!r}: {error.strerror}.",
