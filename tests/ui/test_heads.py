@@ -11,7 +11,6 @@ from tests.ui.conftest import shoot
 from tests.ui.test_page import measure, open_tab
 from workbench.kv import artefact
 
-pytestmark = pytest.mark.browser
 PANEL = "text => document.querySelector('#kv-heads-panel').innerText.includes(text)"
 
 
@@ -22,6 +21,7 @@ def pick_option(page: Any, label: str, option: str) -> None:
     page.get_by_role("option", name=option).first.click()
 
 
+@pytest.mark.browser
 def test_heads_tab(server: Any, tiny: Any, open_page: Any) -> None:
     mapper, manifest = tiny.mapper("up")
     folder = server.home / "mappers" / "tiny" / "up-second"

@@ -173,12 +173,12 @@ def maps_job(
                 following=following,
                 skip=limit if found is None else 0,
             )
-            for item in patching.stream(other, direction, found, options, maps, should_stop=should_stop):
-                if isinstance(item, Step):
-                    yield Step(share + (1 - share) * item.fraction, item.text)
+            for step in patching.stream(other, direction, found, options, maps, should_stop=should_stop):
+                if isinstance(step, Step):
+                    yield Step(share + (1 - share) * step.fraction, step.text)
                 else:
-                    visit.results[place_of(host.pair.name, direction, "patch", label)] = item
-                    maps = maps.with_causal(item.gain["kv"], item.damage["kv"])
+                    visit.results[place_of(host.pair.name, direction, "patch", label)] = step
+                    maps = maps.with_causal(step.gain["kv"], step.damage["kv"])
         yield maps
 
     return start

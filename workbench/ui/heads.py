@@ -70,7 +70,7 @@ class HeadsTab:
                 )
             self.status = html("", elem_id="kv-heads-status")
             self.meaning = html("", elem_id="kv-heads-meaning")
-            self.grid, self.other_name, self.other_grid = self._grid("kv-heads-grid"), html(""), None
+            self.grid, self.other_name = self._grid("kv-heads-grid"), html("")
             self.other_grid = self._grid("kv-heads-other")
             self.scale = html("")
             self.origin = html("", elem_id="kv-heads-origin")
@@ -318,7 +318,7 @@ class HeadsTab:
             patches if patches is not None and patches.provenance.mapper == result.provenance.mapper else None
         )
         return {
-            self.head: head_view(result, metric, *pick, fitting, marks.heads),
+            self.head: head_view(result, metric, pick[0], pick[1], fitting, marks.heads),
             self.tokens: tokens_view(details, layer, head),
             **figures,
             self.menu: gr.update(choices=menu, value=head_name(layer, head)),
@@ -351,7 +351,13 @@ class HeadsTab:
         patches, _ = work.result_of(self.engine, key, direction, label, "patch")
         result = work.with_patches(result, patches)
         layer, head = wanted
-        if result is None or metric not in result.metrics or type(layer) is not int or type(head) is not int:
+        if (
+            result is None
+            or metric is None
+            or metric not in result.metrics
+            or type(layer) is not int
+            or type(head) is not int
+        ):
             return {self.head: notice(why or "There is no such head.")}
         layers, heads = result.metrics[metric].shape
         if not (0 <= layer < layers and 0 <= head < heads):
@@ -390,7 +396,7 @@ class HeadsTab:
             result, _ = work.result_of(self.engine, key, direction, label, "heads")
             patches, _ = work.result_of(self.engine, key, direction, label, "patch")
             result = work.with_patches(result, patches)
-            if result is None or metric not in result.metrics:
+            if result is None or metric is None or metric not in result.metrics:
                 return {self.status: notice("There is no head to mark yet; measure first.")}
             pick = self._linked(key, result, metric) or result.worst(metric)
             marks, folder = work.marks_of(self.engine, key, direction, label)
