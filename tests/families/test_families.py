@@ -178,3 +178,11 @@ def test_a_conversation_is_switched_there_and_back(pair: PairHost) -> None:
         assert account.how == "mapped" and account.mapped > 0 and chat.side == side
     answer = list(chat.send("and now?"))[-1]
     assert answer.side == "small" and len(answer.token_ids) <= 5
+
+
+def test_layers_without_rotation_in_the_attention_metric(tokenizer: Any, other: LoadedModel) -> None:
+    family = wrap(random_model(config_of("smollm3"), 3), tokenizer, "smollm3")
+    options = FitOptions(sequences=16, length=48, top_k=10**6, anchors=2, rank=8, objective="attention")
+    for direction, source, target in (("up", family, other), ("down", other, family)):
+        mapper, _, report = fit(source, target, TEXTS, options, direction=direction)
+        assert mapper.target == target.spec and 0.0 < report.r2_v < 1.0

@@ -71,7 +71,7 @@ class AttentionSums:
 
         def visit(layer: int, q_rot: Tensor, k_rot: Tensor, v: Tensor, out: Tensor) -> None:
             heads, n, dim = k_rot.shape[1], q_rot.shape[2], q_rot.shape[3]
-            q_pre = model.rotary.strip(q_rot).float()[0].reshape(heads, -1, dim)
+            q_pre = model.rotary.strip(q_rot, layer=layer).float()[0].reshape(heads, -1, dim)
             self.queries[layer] += (q_pre.transpose(1, 2) @ q_pre).cpu().double()
             values = v[0].float()
             self.values[layer] += (values.transpose(1, 2) @ values).cpu().double()
@@ -99,7 +99,10 @@ class AttentionSums:
         group = spec.query_heads // spec.kv_heads
         mean = self.value_sum / self.tokens
         spread = self.values / self.tokens - mean[..., None] * mean[..., None, :]
-        turned = averaged_over_distances(self.queries / self.tokens / group, rotary)
+        moments = self.queries / self.tokens / group
+        turned = averaged_over_distances(moments, rotary)
+        for layer in rotary.unrotated:
+            turned[layer] = moments[layer]
         keys, values = torch.zeros_like(turned), torch.zeros_like(turned)
         for layer, scaling in enumerate(scalings(model)):
             weight = o_proj_weight(model.model, layer).cpu().double()

@@ -134,6 +134,6 @@ def cache_rows(
     keys, values = [], []
     for layer in range(model.spec.layers):
         k_rot, v = layer_tensors(cache, layer)
-        keys.append(side_by_side(model.rotary.strip(k_rot))[rows].to("cpu", torch.float32))
+        keys.append(side_by_side(model.rotary.strip(k_rot, layer=layer))[rows].to("cpu", torch.float32))
         values.append(side_by_side(v)[rows].to("cpu", torch.float32))
     return torch.cat(keys, dim=1), torch.cat(values, dim=1)

@@ -72,7 +72,7 @@ def record(source: LoadedModel, target: LoadedModel, ids: Sequence[int], anchors
     own = new_cache(source.spec.layers, len(ids))
     _hidden(source.model, ids, own)
     layers = range(source.spec.layers)
-    keys = [side_by_side(source.rotary.strip(layer_tensors(own, i)[0])).cpu().half() for i in layers]
+    keys = [side_by_side(source.rotary.strip(layer_tensors(own, i)[0], layer=i)).cpu().half() for i in layers]
     values = [side_by_side(layer_tensors(own, i)[1]).cpu().half() for i in layers]
     cache = new_cache(target.spec.layers, len(ids))
     hidden = _hidden(target.model, ids, cache)[0].cpu().half()
@@ -189,7 +189,8 @@ def _loss(mapper: KVMapper, target: LoadedModel, piece: Recording, cut: int) -> 
     for t, (first_k, first_v) in enumerate(piece.anchors):
         k_pre = head_by_head(torch.addmm(mapper.key_bias[t], z_keys, mapper.key_weight[t]), heads)
         v = head_by_head(torch.addmm(mapper.value_bias[t], z_values, mapper.value_weight[t]), heads)
-        k_rot = turned(k_pre, cos, sin, target.rotary).to(first_k.dtype)
+        turns = t not in target.rotary.unrotated
+        k_rot = (turned(k_pre, cos, sin, target.rotary) if turns else k_pre).to(first_k.dtype)
         layers.append((torch.cat((first_k, k_rot), 2), torch.cat((first_v, v.to(first_v.dtype)), 2)))
     cache = DynamicCache(layers, config=target.model.config)
     ids = piece.ids[stop : cut + FOLLOWING - 1]

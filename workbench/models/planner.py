@@ -227,9 +227,7 @@ class _Room:
                 self._take(device.name, total)
                 return {"": device.key}
         layers = [count * item + beside for count in size.layers]
-        first = next(
-            (d for d in self.devices if d.name != "disk" and size.edge * item <= self.left[d.name]), None
-        )
+        first = next((d for d in self.devices if size.edge * item <= self.left[d.name]), None)
         if first is None:
             self.missing += total
             return {"": "cpu"}
