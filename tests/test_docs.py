@@ -25,10 +25,17 @@ LIGHT = {"pairs", "report"}  # need neither weights nor minutes
 
 
 def commands(path: Path) -> list[str]:
-    """Every line of every bash block, continued lines joined, comments left out."""
+    """Every line of every bash block, and in blocks without a language those that are commands of the project.
+
+    Continued lines are joined, comments left out.
+    """
     found = []
-    for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
+    for kind, block in re.findall(r"```(\w*)\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
+        if kind not in ("", "bash", "sh", "console"):
+            continue
         for line in block.replace("\\\n", " ").splitlines():
+            if not kind and not re.match(r"(\.venv/bin/)?python (-m workbench|app\.py)|make ", line):
+                continue
             words = shlex.split(line, comments=True)
             if words:
                 found.append(shlex.join(words[1:] if words[0] == "$" else words))
