@@ -220,3 +220,12 @@ def test_an_mlp_and_a_polish_are_judged_and_never_lose(strangers, tmp_path):
     artefact.save(tmp_path / "m", mapper, manifest)
     loaded, read = artefact.load(tmp_path / "m", source.identity, target.identity, "up")
     assert (read.hidden, read.ranks, read.polish) == (8, (16,), 3) and loaded.hidden == 8
+
+
+def test_the_command_line_has_the_same_defaults():
+    from workbench.commands.fit import DEFAULTS
+
+    options = FitOptions()
+    assert {name: str(getattr(options, name)) for name in DEFAULTS} == {
+        name: "1000000" if value == "all" else str(value) for name, value in DEFAULTS.items()
+    }

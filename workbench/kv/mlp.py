@@ -12,6 +12,7 @@ the best one is kept, the linear map included. Adam, cosine schedule, on the CPU
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +87,8 @@ def train_mlp(
     adam = torch.optim.Adam(parameters, lr=RATE)
     if checkpoint is not None:
         first = _restore(checkpoint, digest, parameters, best, errors)
-    steps = max(1, epochs * ((fitted.count + BATCH - 1) // BATCH))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        adam, lambda step: 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(step / steps, 1.0))).item())
-    )
-    for _ in range(first * (steps // epochs)):
-        schedule.step()
+    batches = (fitted.count + BATCH - 1) // BATCH
+    step, steps = first * batches, max(1, epochs * batches)
     for epoch in range(first, epochs):
         if check:
             check()
@@ -105,8 +102,9 @@ def train_mlp(
                 loss = (left - apply_metric(h @ parameters[4], judge.metric)).square().mean()
                 adam.zero_grad()
                 loss.backward()
+            adam.param_groups[0]["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
             adam.step()
-            schedule.step()
+            step += 1
         for parameter in parameters:
             parameter.requires_grad_(False)
         errors.append(judge.error(parameters) / judge.linear_error)

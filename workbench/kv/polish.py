@@ -15,6 +15,7 @@ Every `JUDGE_EVERY` steps the map is judged on other pieces; the best one is kep
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def _cut(piece: Recording, mapper: KVMapper, draw: random.Random) -> int:
 
 def _rate_at(step: int, steps: int) -> float:
     warm = min(1.0, (step + 1) / min(20, max(1, steps // 5)))
-    return warm * (0.05 + 0.95 * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / max(1, steps))).item()))
+    return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / max(1, steps))))
 
 
 def _loss(mapper: KVMapper, target: LoadedModel, piece: Recording, cut: int) -> Tensor:

@@ -1,0 +1,119 @@
+"""Polish: its loss is the KL after a real handoff, and goes down. MLP: learns what is not linear, and resumes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.conftest import random_ids, tiny_model, tiny_tokenizer
+from tests.kv.test_mapper import filled, low_rank_mapper
+from workbench.chat.handoff import hand_over
+from workbench.errors import Cancelled
+from workbench.kv import polish
+from workbench.kv.cache import new_cache
+from workbench.kv.forward import forward
+from workbench.kv.lowrank import LowRank
+from workbench.kv.mlp import train_mlp
+from workbench.kv.moments import Rows
+from workbench.lab.likelihood import kl_divergence
+from workbench.models.loading import wrap
+
+
+@pytest.fixture(scope="module")
+def pair():
+    tokenizer = tiny_tokenizer()
+    return wrap(tiny_model("llama", 1), tokenizer, "source"), wrap(
+        tiny_model("qwen3", 2), tokenizer, "target"
+    )
+
+
+def pieces(pair, count, anchors=2):
+    return [polish.record(*pair, random_ids(110, seed=seed), anchors) for seed in range(count)]
+
+
+def test_the_loss_is_the_kl_after_a_real_handoff(pair):
+    source, target = pair
+    mapper = replace(low_rank_mapper(source.model, target.model, hidden=4), anchors=2, hold_back=5)
+    ids, cut = random_ids(110), 58
+    loss = polish._loss(mapper, target, polish.record(source, target, ids, 2), cut)
+
+    cache = new_cache(3)
+    first, account = hand_over(ids[:cut], filled(source.model, ids[:cut]), target, cache, mapper, source)
+    rest = forward(target.model, ids[cut : cut + polish.FOLLOWING - 1], cache, keep=polish.FOLLOWING - 1)
+    native = forward(target.model, ids[: cut + polish.FOLLOWING - 1], new_cache(3), keep=polish.FOLLOWING)
+    expected = kl_divergence(native, torch.cat((first, rest))).mean()
+    assert (account.anchors, account.hold_back, account.mapped) == (2, 5, cut - 7)
+    assert float(loss) == pytest.approx(float(expected), rel=2e-2)  # recordings are in half precision
+
+
+def test_polish_lowers_the_kl_and_leaves_the_models_alone(pair):
+    source, target = pair
+    mapper = replace(low_rank_mapper(source.model, target.model), anchors=2, hold_back=5)
+    recorded, before = pieces(pair, 3), [p.clone() for p in target.model.parameters()]
+    done = polish.polish(mapper, target, recorded, recorded, 12, rate=0.03)
+    assert min(done.kl) < 0.97 * done.kl[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
+    assert not any(done.mapper.tensor(name).requires_grad for name in mapper.shapes())
+    assert torch.equal(mapper.reduce[0], low_rank_mapper(source.model, target.model).reduce[0])
+
+
+def test_a_polish_that_only_makes_it_worse_changes_nothing_and_stops_when_asked(pair):
+    source, target = pair
+    mapper = replace(low_rank_mapper(source.model, target.model), anchors=2, hold_back=5)
+    recorded = pieces(pair, 2)
+    kept = polish.polish(mapper, target, recorded[:1], recorded[1:], 1, rate=1e4)
+    assert kept.kl[-1] > kept.kl[0]
+    assert torch.equal(kept.mapper.key_weight[0], mapper.key_weight[0])
+
+    def stop():
+        raise Cancelled("Stopped.")
+
+    with pytest.raises(Cancelled):
+        polish.polish(mapper, target, recorded, recorded, 5, check=stop)
+
+
+def curved(n, seed):
+    """Outputs that are linear in the features, but for one square."""
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed))
+    y = torch.cat((x[:, :1], x[:, 1:2] ** 2 - 1), dim=1)
+    kept = Rows(4, 2, 10_000)
+    kept.add(x, y)
+    return kept
+
+
+def linear():
+    weight = torch.zeros(4, 2, dtype=torch.float64)
+    weight[0, 0] = 1
+    return LowRank(torch.eye(4, dtype=torch.float64), weight, torch.zeros(2, dtype=torch.float64))
+
+
+def train(**options):
+    settings = {"hidden": 16, "epochs": 6, **options}
+    return train_mlp(linear(), torch.arange(4), curved(2000, 0), curved(400, 1), torch.ones(2), **settings)
+
+
+def test_an_mlp_learns_what_is_not_linear():
+    trained = train(epochs=60)
+    assert trained.errors[0] == 1.0 and min(trained.errors) < 0.5
+    assert trained.readout.shape == (16, 2) and trained.layers[2].shape == (16, 16)
+
+
+def test_a_killed_training_goes_on_from_its_last_epoch(tmp_path):
+    whole, epochs = train(), iter(range(9))
+
+    def stop():
+        if next(epochs) == 3:
+            raise Cancelled("Stopped.")
+
+    file = tmp_path / "mlp"
+    with pytest.raises(Cancelled):
+        train(checkpoint=file, digest="a", check=stop)
+    assert file.exists()
+    said = []
+    again = train(checkpoint=file, digest="a", progress=lambda share, text: said.append(text))
+    assert said[0].startswith("MLP: epoch 4 of 6") and not file.exists()
+    assert again.errors[:4] == whole.errors[:4] and again.errors[-1] < again.errors[3]
+    with pytest.raises(Cancelled):
+        epochs = iter(range(9))
+        train(checkpoint=file, digest="a", check=stop)
+    assert len(train(checkpoint=file, digest="another", epochs=1).errors) == 2
