@@ -98,11 +98,14 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     """Fit and save; see the module docstring of `workbench.kv.fit`."""
     from workbench.chat.handoff import gate
     from workbench.commands.common import host_from_args
+    from workbench.kv import distributed
     from workbench.kv.artefact import save
     from workbench.kv.fit import FitOptions, cut_sequences, fit
     from workbench.lab import corpus
     from workbench.models.place import home
 
+    if args.device_map == "auto":  # one device a process, where several share the reading
+        args.device_map = distributed.device() or "auto"
     host, direction = host_from_args(args)
     source_side, target_side = ("small", "large") if direction == "up" else ("large", "small")
     options = FitOptions(
@@ -137,11 +140,15 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
             f"log-probabilities by up to {check.max_abs_error:.3g}.",
             "This model cannot be handed over to; please report it.",
         )
-    mapper, manifest, report = fit(
-        source, target, texts, options, direction=direction, calibration=name, progress=progress,
-        state_file=args.sums or out.parent / f".{out.name}.fit.safetensors", resume=args.resume,
-        keep_state=args.sums is not None,
-    )  # fmt: skip
+    try:
+        with distributed.joined():
+            mapper, manifest, report = fit(
+                source, target, texts, options, direction=direction, calibration=name, progress=progress,
+                state_file=args.sums or out.parent / f".{out.name}.fit.safetensors", resume=args.resume,
+                keep_state=args.sums is not None,
+            )  # fmt: skip
+    except distributed.ShareDone:
+        raise SystemExit(0) from None  # the first process solves, saves and reports
     save(out, mapper, manifest)
     result = asdict(report)
     by_head = {name: result.pop(name) for name in ("r2_k_by_head", "r2_v_by_head")}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import Cancelled, InputError
-from workbench.kv import lowrank
+from workbench.kv import distributed, lowrank
 from workbench.kv.artefact import Manifest
 from workbench.kv.attention import root
 from workbench.kv.gather import PARTS_EVERY, Gatherer, part_of
@@ -219,6 +219,7 @@ def fit(
         IncompatiblePairError: when the two cannot be paired.
         InputError: when there is too little text.
         Cancelled: when asked to stop.
+        ShareDone: in every process but the first, when several share the reading (see `distributed`).
     """
     check_pair(source.spec, target.spec)
     tell = progress or (lambda share, text: None)
@@ -230,12 +231,17 @@ def fit(
     sequences = cut_sequences(source.tokenizer, texts, options)
     gatherer = Gatherer(source, target, options)
     digest = _digest(sequences, options, source, target)
-    state = FitState(state_file, digest) if state_file else None
+    rank, size = distributed.world()
+    if size > 1:  # a share of the sums is no good to another number of processes
+        digest = f"{digest}-{rank}-of-{size}"
+    state = FitState(distributed.own(state_file), digest) if state_file else None
     done = state.restore(gatherer.parts) if state and resume else 0
 
     clock = perf_counter()
     for index in range(done, len(sequences)):
         check()
+        if not distributed.mine(index):
+            continue
         gatherer.add(sequences[index], part_of(index))
         if state:
             state.save_if_due(gatherer.parts, index + 1)
@@ -243,6 +249,10 @@ def fit(
     seconds = {"capture": perf_counter() - clock}
     if state and keep_state and done < len(sequences):
         state.save(gatherer.parts, len(sequences))
+    if not distributed.collect(gatherer.parts):
+        if state and not keep_state:
+            state.discard()
+        raise distributed.ShareDone
 
     clock = perf_counter()
     solve = _solve_low_rank if options.rank else _solve_full

@@ -80,6 +80,23 @@ class Moments:
         self.sum_xy += weighted_x.T @ y
         self.sum_yy += (weighted_y.double() * y.double()).sum(0)
 
+    def move_to(self, shift_x: Tensor, shift_y: Tensor) -> None:
+        """Have the sums about another constant shift, as if it had been taken off from the start.
+
+        Args:
+            shift_x: (F,) of the features.
+            shift_y: (G,) of the outputs.
+        """
+        self.flush()
+        dx = self.shift_x.double() - shift_x.double()
+        dy = self.shift_y.double() - shift_y.double()
+        self.sum_xx += torch.outer(self.sum_x, dx) + torch.outer(dx, self.sum_x + self.mass * dx)
+        self.sum_xy += torch.outer(self.sum_x, dy) + torch.outer(dx, self.sum_y + self.mass * dy)
+        self.sum_yy += dy * (2 * self.sum_y + self.mass * dy)
+        self.sum_x += self.mass * dx
+        self.sum_y += self.mass * dy
+        self.shift_x, self.shift_y = shift_x.clone(), shift_y.clone()
+
     @property
     def mean_x(self) -> Tensor:
         """(F,) float64 means of the features."""
