@@ -73,3 +73,5 @@ def test_one_head() -> None:
     assert plots.directions(details(), 1, 0, "value").data[1].name == "error of the values"
     bars = plots.positions(details(), 1, 1)
     assert list(bars.data[0].x) == ["0–7", "8–15", "16–19"] and list(bars.data[0].y) == [None, 0.25, 0.25]
+    whole = plots.one_head(details(), 1, 1)
+    assert len(whole.data) == 6 and whole.layout.yaxis.type == "log" and whole.layout.yaxis3.type != "log"

@@ -160,17 +160,8 @@ def one_head(result: Any, wanted: str) -> dict[str, Any]:
             f"There is no head {wanted!r}.",
             f"Give LAYER,HEAD with layers 0 to {result.layers - 1} and KV heads 0 to {result.kv_heads - 1}.",
         ) from None
-    from workbench.lab.results.head_details import ARRAYS
-
-    data = result.details.to_json()
-    return {
-        "layer": layer,
-        "head": head,
-        "metrics": {name: float(result.by_kv_head(name)[layer, head]) for name in result.metrics},
-        **{name: data[name][layer][head] for name in ARRAYS},
-        "edges": data["edges"],
-        "tokens": [dict(zip(data["token_columns"], hit, strict=True)) for hit in data["tokens"][layer][head]],
-    }
+    metrics = {name: float(result.by_kv_head(name)[layer, head]) for name in result.metrics}
+    return {"metrics": metrics, **result.details.of(layer, head)}
 
 
 def show(result: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from workbench.lab.results import Comparison, Evaluation, HeadMaps, HeadPatches, LatencyBench, MapperTable
 from workbench.plots.account import account, describe_account
 from workbench.plots.comparison import comparison, describe_comparison
-from workbench.plots.head_detail import directions, positions
+from workbench.plots.head_detail import directions, one_head, positions
 from workbench.plots.heads import describe_heads, heads
 from workbench.plots.latency import describe_latency, describe_parts, latency, latency_parts
 from workbench.plots.mappers import describe_mappers, mappers
@@ -35,6 +35,7 @@ __all__ = [
     "latency",
     "latency_parts",
     "mappers",
+    "one_head",
     "positions",
     "quality",
     "repair",

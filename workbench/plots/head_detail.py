@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from workbench.lab.results.head_details import HeadDetails
 from workbench.plots.style import BLUE, VERMILION, layout
@@ -65,6 +66,31 @@ def positions(details: HeadDetails, layer: int, head: int) -> go.Figure:
     fig.update_layout(barmode="group", bargap=0.2)
     fig.update_xaxes(title="position in the text", type="category")
     fig.update_yaxes(title="error / variance", rangemode="tozero")
+    return fig
+
+
+def one_head(details: HeadDetails, layer: int, head: int) -> go.Figure:
+    """All three figures of a head above one another, for a file."""
+    parts = [directions(details, layer, head, kind) for kind in ("key", "value")]
+    parts.append(positions(details, layer, head))
+    fig = make_subplots(rows=3, cols=1, vertical_spacing=0.11)
+    for row, part in enumerate(parts, start=1):
+        for trace in part.data:
+            fig.add_trace(trace, row=row, col=1)
+    layout(fig, "", height=1050)
+    for row, part in enumerate(parts, start=1):
+        for name in ("xaxis", "yaxis"):
+            axis = part.layout[name]
+            wanted = {
+                "title": axis.title,
+                "type": axis.type,
+                "tickformat": axis.tickformat,
+                "dtick": axis.dtick,
+            }
+            fig.update_layout(
+                {f"{name}{row if row > 1 else ''}": {k: v for k, v in wanted.items() if v is not None}}
+            )
+    fig.update_layout(barmode="group")
     return fig
 
 

@@ -14,7 +14,9 @@ from typing import Any
 from workbench.errors import InputError, WorkbenchError
 from workbench.lab.corpus import documents
 from workbench.lab.marks import Marks, load_marks, save_marks
+from workbench.lab.results.common import jsonable
 from workbench.ui.engine import Engine
+from workbench.ui.export import MIMES, Export, file_stem, said
 from workbench.ui.head_view import mappers_line
 from workbench.ui.measuring import results_folder, saved, visit_of
 
@@ -203,6 +205,42 @@ def restore_job(
         )
 
     return start
+
+
+def head_export(engine: Engine) -> Export:
+    """The row under a head's figures; `build` it with (direction, mapper, name of the head)."""
+
+    def make(key: str | None, direction: str, label: str, name: str | None, *, format: str) -> dict[str, Any]:
+        from workbench import plots, report
+
+        result, why = result_of(engine, key, direction, label, "heads")
+        known = {} if result is None else head_names(result)
+        if result is None or result.details is None or name not in known:
+            return said(why or "Open a head first.")
+        layer, head = known[name]
+        stem = file_stem(result.provenance.pair, direction, name)
+        if format == "json":
+            data = {**result.details.of(layer, head), "provenance": result.provenance.to_json()}
+            text = json.dumps(jsonable(data), ensure_ascii=False, indent=1, allow_nan=False)
+            return {"name": f"{stem}.json", "mime": MIMES["json"], "text": text}
+        figure = report.on_paper(plots.one_head(result.details, layer, head))
+        if format == "html":
+            text = report.figure_page(figure, f"{result.provenance.pair}, {name}", result, report.MARKER)
+            return {"name": f"{stem}.html", "mime": MIMES["html"], "text": text, "plotly": True}
+        return {
+            "name": f"{stem}.{format}",
+            "format": format,
+            "figure": figure.to_json(),
+            "width": 1000,
+            "height": int(figure.layout.height),
+        }
+
+    return Export(engine, ("html", "svg", "png", "json"), make, "Save this head", "one-head")
+
+
+def head_names(result: Any) -> dict[str, tuple[int, int]]:
+    """Every KV head as the menu names it -> (layer, KV head)."""
+    return {f"layer {t}, KV head {h}": (t, h) for t in range(result.layers) for h in range(result.kv_heads)}
 
 
 def marks_of(engine: Engine, key: str | None, direction: str, label: str) -> tuple[Marks, Path]:

@@ -75,7 +75,7 @@ class HeadsTab:
             self.scale = html("")
             self.origin = html("", elem_id="kv-heads-origin")
             figure_export(self.engine, "heads").build(key, [self.direction, self.metric])
-            self._build_head()
+            self._build_head(key)
             self._build_prediction(key)
         self._wire(key, tab)
         return tab
@@ -103,7 +103,7 @@ class HeadsTab:
                 self.other = gr.Dropdown([NONE], value=NONE, label="Compare with", allow_custom_value=True)
                 self.view = gr.Radio([BESIDE, MINUS], value=BESIDE, label="Shown as")
 
-    def _build_head(self) -> None:
+    def _build_head(self, key: gr.State) -> None:
         """One head: a menu, all its numbers, its figures, its marks."""
         with gr.Row(equal_height=True):
             self.menu = gr.Dropdown(
@@ -124,6 +124,7 @@ class HeadsTab:
                 ("positions", "Error by position"),
             )
         ]
+        work.head_export(self.engine).build(key, [self.direction, self.mapper, self.menu])
         self.tokens = html("", elem_id="kv-heads-tokens")
 
     def _build_prediction(self, key: gr.State) -> None:
@@ -313,7 +314,7 @@ class HeadsTab:
                 place: gr.update(value=figure, visible=True)
                 for place, figure in zip(self.figures, drawn, strict=True)
             }
-        menu = [head_name(t, h) for t in range(result.layers) for h in range(result.kv_heads)]
+        names = {where: name for name, where in work.head_names(result).items()}
         fitting = (
             patches if patches is not None and patches.provenance.mapper == result.provenance.mapper else None
         )
@@ -321,7 +322,7 @@ class HeadsTab:
             self.head: head_view(result, metric, pick[0], pick[1], fitting, marks.heads),
             self.tokens: tokens_view(details, layer, head),
             **figures,
-            self.menu: gr.update(choices=menu, value=head_name(layer, head)),
+            self.menu: gr.update(choices=list(names.values()), value=names[layer, head]),
         }
 
     def _linked(self, key: str | None, result: Any, metric: str) -> tuple[int, int] | None:
@@ -379,7 +380,7 @@ class HeadsTab:
         """A head from the menu; the grid shows it too."""
         result, _ = work.result_of(self.engine, key, direction, label, "heads")
         if result is not None and metric is not None and name:
-            names = {head_name(t, h): (t, h) for t in range(result.layers) for h in range(result.kv_heads)}
+            names = work.head_names(result)
             if name in names:
                 layer, head = names[name]
                 per_query = kv_head(result, metric, 1) == 0 and metric in result.metrics
@@ -438,11 +439,6 @@ class HeadsTab:
                 self.marks: marks_view(marks, result.kv_heads),
                 self.status: notice(problem) if problem else status,
             }
-
-
-def head_name(layer: int, head: int) -> str:
-    """A head in the menu."""
-    return f"layer {layer}, KV head {head}"
 
 
 def opening_metric(result: Any, patches: Any) -> str:

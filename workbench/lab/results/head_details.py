@@ -86,6 +86,18 @@ class HeadDetails:
             }
         )  # fmt: skip
 
+    def of(self, layer: int, head: int) -> dict[str, Any]:
+        """One head's part of `to_json`."""
+        data = self.to_json()
+        columns = data["token_columns"]
+        return {
+            "layer": layer,
+            "head": head,
+            **{name: data[name][layer][head] for name in ARRAYS},
+            "edges": data["edges"],
+            "tokens": [dict(zip(columns, hit, strict=True)) for hit in data["tokens"][layer][head]],
+        }
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadDetails:
         """The inverse of `to_json`, but for the rounding."""
