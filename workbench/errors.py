@@ -44,5 +44,5 @@ class Cancelled(WorkbenchError):
     """The person stopped the job."""
 
 
-class BusyError(WorkbenchError):
+class BusyError(InputError):
     """Too many people wait for the model already."""

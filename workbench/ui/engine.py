@@ -184,17 +184,16 @@ class Engine:
         """Bytes of keys and values that all chats hold together."""
         return sum(visit.chat.cache_bytes for visit in self.visits.all() if visit.chat is not None)
 
-    def make_room(self, keep: Visit, more: int = 0) -> None:
+    def make_room(self, keep: Visit) -> None:
         """Frees the caches of the longest unused chats while all together hold more than is allowed.
 
         Called in the lane. Their owners are told; what they say next is answered after a visible prefill.
 
         Args:
             keep: the visit whose turn it is.
-            more: bytes that it is about to need.
         """
         limit = self.settings.max_cache_mb * 1_000_000
-        held = self.cache_bytes() + more
+        held = self.cache_bytes()
         for visit in self.visits.idle():
             if held <= limit:
                 return
