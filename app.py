@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 
+from workbench.errors import InputError
 from workbench.ui import Settings, build, launch_options
 
 
@@ -40,9 +41,19 @@ def parse(arguments: list[str]) -> Settings:
     parser.add_argument("--max-memory", help="for example cpu=4GiB,0=10GiB")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     parser.add_argument("--queue", type=int, default=16, help="requests that may wait (default: 16)")
+    parser.add_argument(
+        "--policy", help="JSON file with bars; a pair that misses them is not mapped, or with a warning"
+    )
     parser.add_argument("--debug", action="store_true", help="log words of errors and tracebacks")
     args = parser.parse_args(arguments)
     try:
+        policy = None
+        if args.policy:
+            from pathlib import Path
+
+            from workbench.lab.approval import read_policy
+
+            policy = read_policy(Path(args.policy))
         return Settings(
             pair=args.pair,
             source=args.source,
@@ -55,9 +66,10 @@ def parse(arguments: list[str]) -> Settings:
             dtype=args.dtype,
             max_memory=args.max_memory,
             queue_size=args.queue,
+            policy=policy,
             debug=args.debug,
         )
-    except ValueError as error:
+    except (ValueError, InputError) as error:
         parser.error(str(error))
 
 

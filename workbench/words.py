@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 TERMS: dict[str, str] = {
+    "uncertainty": "Mean entropy of the model's own next-token distributions over its answer, in nats. 0: sure.",
+    "chance": "The accuracy of guessing.",
     "KV cache": "What a model remembers of the text: a key and a value vector per token, layer and head.",
     "key": "The vector by which a later token finds this one. It is rotated by the token's position.",
     "value": "The vector that a later token reads once it has found this one.",

@@ -298,7 +298,7 @@ def _facts(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
         questions = _ask(
             tokenizer, "fact_recall", [f"\n\nThe secret word of the {owner} is" for owner in owners], values,
             [depth / len(ids) for depth in depths], rng,
-        )[: limit - asked]  # fmt: skip
+        )[: min(limit - asked, _each(limit))]  # fmt: skip
         asked += len(questions)
         found.append(Context(place.document, tuple(ids), tuple(questions)))
     return found
@@ -326,7 +326,9 @@ def _chats(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
             len(plain_ids(tokenizer, context[: context.index(fact) + len(fact)])) / len(ids) for fact in told
         ]
         prompts = [_asked(tokenizer, messages, who) for who in kin]
-        questions = _ask(tokenizer, "multi_turn_recall", prompts, names, depths, rng)[: limit - asked]
+        questions = _ask(tokenizer, "multi_turn_recall", prompts, names, depths, rng)[
+            : min(limit - asked, _each(limit))
+        ]
         asked += len(questions)
         found.append(Context(document, ids, tuple(questions)))
     return found
@@ -351,6 +353,11 @@ def small_talk(tokenizer: Any) -> list[tuple[str, str, str]]:
         end = max(short.rfind(mark) for mark in ".!?") + 1
         found.append((f"chat-{number}", first, short[:end] if end > 40 else short))
     return found
+
+
+def _each(limit: int) -> int:
+    """Questions a context: two contexts at least, since one needs the other as its wrong document."""
+    return max(1, min(4, limit // 2))
 
 
 def told_facts(tokenizer: Any, rng: np.random.Generator) -> tuple[str, list[Question]]:

@@ -88,6 +88,23 @@ class ChatTab:
                 self.measure = gr.Button(
                     "Measure the true prefill now", interactive=False, elem_id="kv-measure"
                 )
+                with gr.Accordion("Automatic mode", open=False):
+                    threshold, origin = view.threshold_of(self.engine)
+                    self.automatic = gr.Checkbox(
+                        False,
+                        label="Take over when the small model is unsure",
+                        info="The small model answers; above the threshold the large one answers instead, from the "
+                        "mapped context.",
+                        elem_id="kv-automatic",
+                    )
+                    self.threshold = gr.Slider(
+                        0.0,
+                        6.0,
+                        threshold,
+                        step=0.05,
+                        label="Threshold: mean entropy of the answer's tokens, in nats",
+                        info=origin,
+                    )
                 with gr.Accordion("Handoff settings", open=False):
                     self.true_prefill = gr.Checkbox(
                         False,
@@ -146,6 +163,8 @@ class ChatTab:
             self.hold_back,
             self.measure_each,
             self.incremental,
+            self.automatic,
+            self.threshold,
         ]
         shown = [
             self.key,
@@ -314,7 +333,9 @@ class ChatTab:
         anchors: float,
         hold_back: float,
         measure_each: bool,
-        incremental: bool,
+        incremental: bool = False,
+        automatic: bool = False,
+        threshold: float = 0.0,
     ) -> Generator[dict[Any, Any], None, None]:
         """Does what the first step noted, streaming; without a note it does nothing."""
         visit = self.engine.visits.get(key)
@@ -338,6 +359,8 @@ class ChatTab:
                 hold_back=None if recommended else int(hold_back),
                 measure_each=bool(measure_each),
                 incremental=bool(incremental),
+                automatic=bool(automatic),
+                threshold=float(threshold),
             )
 
             def work(post: Callable[[Any], None], stop: StopFlag) -> str | None:
@@ -386,8 +409,9 @@ class ChatTab:
         look = self.engine.look(visit)
         return {
             self.log: view.log_value(chat, False, loads=self._loads(visit)),
-            self.models: view.models_view(look.names, look.details, side),
-            self.account: view.account_panel(chat),
+            self.models: view.models_view(look.names, look.details, side)
+            + view.approval_view(self.engine, visit),
+            self.account: view.tally_view(visit.tally) + view.account_panel(chat),
             self.meter: view.meter_view(chat),
             **self._buttons(visit, False),
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from workbench.errors import WorkbenchError
 from workbench.ui.markup import account_view, esc, how_badge, meter, ms, notice, number, side_badge, term
 
 EXAMPLES = (
@@ -95,6 +96,10 @@ def message_item(index: int, message: Any, growing: bool) -> dict[str, Any]:
         facts.append(f"context: {number(message.reused)} held, {number(message.native)} run{again}")
     if message.stopped and not growing:
         facts.append("<b>stopped</b>")
+    if message.uncertainty is not None and not growing:
+        facts.append(f"{term('uncertainty')} {number(message.uncertainty, 2)}")
+    if message.replaced:
+        facts.append(f"<b>took over</b>: the small model was unsure ({number(message.doubt, 2)} nats)")
     if message.notice:
         facts.append(esc(message.notice))
     copy = (
@@ -102,7 +107,12 @@ def message_item(index: int, message: Any, growing: bool) -> dict[str, Any]:
         if growing
         else '<button type="button" class="kv-link" data-act="copy" aria-label="Copy answer">Copy</button>'
     )
-    foot = f"<span>{' · '.join(facts)}</span>{copy}"
+    instead = (
+        f"<details><summary>The small model's answer</summary><p>{esc(message.replaced)}</p></details>"
+        if message.replaced and not growing
+        else ""
+    )
+    foot = f"<span>{' · '.join(facts)}</span>{copy}{instead}"
     cls = f"kv-by-{message.side or 'none'}" + (" kv-live" if growing else "")
     return {"id": f"a{index}", "cls": cls, "head": head, "text": message.text, "foot": foot}
 
@@ -199,3 +209,68 @@ def switch_target(label: str) -> str:
 def notice_view(text: str, kind: str = "info") -> str:
     """An inline message, or nothing."""
     return notice(text, kind) if text else ""
+
+
+def threshold_of(engine: Any) -> tuple[float, str]:
+    """The threshold of the automatic mode, and where it comes from: measured beside the mapper, or a guess."""
+    from workbench.lab.provenance import load_result
+    from workbench.lab.results.cascade import UNCALIBRATED
+    from workbench.models.catalog import artefact_folder
+
+    try:
+        result = load_result(artefact_folder(engine.start_ref(), "up") / "cascade.json", "cascade")
+    except WorkbenchError:
+        return UNCALIBRATED, "Not calibrated for this pair: `python -m workbench cascade --save` does it."
+    return round(min(6.0, result.threshold) / 0.05) * 0.05, result.sentence()
+
+
+DECISIONS = {
+    "accept": ("✓", "approved", ""),
+    "warn": ("!", "approved with a warning", " kv-how-fallback"),
+    "refuse": ("✕", "not approved", " kv-how-fallback"),
+    "": ("–", "not evaluated", ""),
+}
+
+
+def approval_view(engine: Any, visit: Any) -> str:
+    """A badge a direction: whether this mapper reached its bars; the record's sentence on hover and focus."""
+    from workbench.lab.approval import load_approval
+    from workbench.ui.engine import ARROWS
+    from workbench.ui.measuring import results_folder
+
+    badges = []
+    for direction, arrow in ARROWS.items():
+        record, why = load_approval(results_folder(engine, visit, direction))
+        mark, word, cls = DECISIONS[record.decision if record is not None else ""]
+        tip = esc(record.sentence() if record is not None else why)
+        badges.append(
+            f'<span class="kv-how{cls}" tabindex="0" role="note" aria-label="{esc(arrow)} {word}: {tip}">'
+            f'<span aria-hidden="true">{mark}</span> {esc(arrow)} {word}'
+            f'<span class="kv-tip" aria-hidden="true">{tip}</span></span>'
+        )
+    return f'<p class="kv-note kv-approval">Mapper {" · ".join(badges)}</p>'
+
+
+def tally_view(tally: Any) -> str:
+    """What the automatic mode did so far; nothing before its first answer."""
+    if tally is None or not tally.questions:
+        return ""
+    against_large = tally.saved_against_large_ms
+    if against_large is None:
+        saved = "the large model has not answered yet, so nothing is known of its pace"
+    else:
+        saved = f"{_saved(against_large)} against always asking the large model (estimate from its pace here)"
+    unknown = f" ({tally.unknown} of unknown length counted as nothing)" if tally.unknown else ""
+    fallbacks = f" {tally.fallbacks} changes read everything after all." if tally.fallbacks else ""
+    return (
+        '<section class="kv-panel" aria-label="Automatic mode"><h2>Automatic mode</h2>'
+        f'<p class="kv-lead">The large model took over <b>{tally.taken_over}</b> of <b>{tally.questions}</b> answers. '
+        f"It did not have to read <b>{number(tally.mapped)}</b> tokens, which were {term('mapped')}.{fallbacks}</p>"
+        f'<p class="kv-note">So far: {saved}; {_saved(tally.saved_against_prefill_ms)} against reading everything '
+        f"again at each change{unknown}. {number(tally.dropped_tokens)} tokens of the small model were replaced.</p>"
+        "</section>"
+    )
+
+
+def _saved(amount: float) -> str:
+    return f"<b>{ms(abs(amount))}</b> {'saved' if amount >= 0 else 'lost'}"

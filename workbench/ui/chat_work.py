@@ -23,6 +23,8 @@ class Choices:
         anchors, hold_back: of a switch, None for the mapper's own choice.
         measure_each: run a true prefill after every switch, to compare.
         incremental: map every turn ahead, if the other model is loaded.
+        automatic: the small model answers, the large one takes over where that is unsure.
+        threshold: from which mean entropy on, nats a token.
     """
 
     sampling: dict[str, Any]
@@ -30,6 +32,8 @@ class Choices:
     hold_back: int | None
     measure_each: bool
     incremental: bool = False
+    automatic: bool = False
+    threshold: float = 0.0
 
 
 def carry_out(
@@ -60,9 +64,12 @@ def carry_out(
     """
     if "torch" not in sys.modules:
         post(("Starting the model libraries",))
+    from workbench.chat import cascade
     from workbench.chat.conversation import Conversation
     from workbench.chat.decode import CHAT_REPETITION_PENALTY, Sampling
+    from workbench.chat.policy import judge
     from workbench.lab.estimate import saved_prefill_times
+    from workbench.models.catalog import direction_to
 
     def tell(share: float, text: str) -> None:
         if stop():
@@ -76,9 +83,10 @@ def carry_out(
             visit.chat = Conversation(host, sampling)
         chat = visit.chat
         chat.sampling, chat.anchors, chat.hold_back = sampling, chosen.anchors, chosen.hold_back
-        chat.incremental = chosen.incremental
+        chat.incremental, chat.policy = chosen.incremental, engine.settings.policy
         if request.kind == "clear":
             chat.clear()
+            visit.tally = None
         elif request.kind == "undo":
             return str(chat.undo())
         elif request.kind == "measure":
@@ -90,9 +98,20 @@ def carry_out(
                 chat.prefill_times = saved_prefill_times(host) | chat.prefill_times
             chat.switch(request.to, how=request.how, should_stop=stop)
             visit.last_switch = time.monotonic()
+            warning = judge(host, direction_to(request.to), chat.policy, 0).warning
+            if warning and request.how == "mapped":
+                visit.notice = warning
             if chosen.measure_each and chat.accounts[-1].tokens:
                 post(("Running a true prefill, to compare",))
                 chat.measure_prefill()
+        elif request.kind == "send" and chosen.automatic:
+            engine.load(host, ("small", "large"), tell)
+            if not chat.prefill_times:
+                chat.prefill_times = saved_prefill_times(host)
+            visit.tally = visit.tally or cascade.Tally()
+            post(("Reading",))
+            for _ in cascade.ask(chat, request.text, chosen.threshold, visit.tally, stop):
+                post(True)
         else:
             engine.load(host, (chat.side,), tell)
             post(("Reading",))

@@ -37,6 +37,7 @@ class Visit:
     host: Any
     tab: str | None = None  # the browser tab's routing number, to notice that it was closed
     chat: Any = None
+    tally: Any = None  # of the automatic mode, from its first message on
     pending: Request | None = None
     running: Request | None = None
     job_asked: StopFlag | None = None  # pressed, and waiting for its turn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 PUBLIC_JOB_SECONDS = 120.0
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "OAUTH_CLIENT_SECRET")
@@ -26,6 +27,7 @@ class Settings:
         max_prompt_chars: Longer text is refused before it is tokenised.
         max_public_fit_tokens: Calibration tokens of one fit on a public page.
         max_job_seconds: Longest time that one job may hold the models; None for 120 on a public page, else endless.
+        policy: Bars that a pair must reach to be mapped (`workbench.lab.approval.Policy`), None for no bars.
         debug: Log more.
     """
 
@@ -45,6 +47,7 @@ class Settings:
     max_prompt_chars: int = 100_000
     max_public_fit_tokens: int = 2_000
     max_job_seconds: float | None = None
+    policy: Any = None
     debug: bool = False
 
     def __post_init__(self) -> None:
