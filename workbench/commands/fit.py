@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the fit; the pair and the direction are common to all commands."""
     parser.add_argument("--out", type=Path, help="folder for the mapper (default: with your other mappers)")
     parser.add_argument(
-        "--calibration", type=Path, nargs="+", metavar="FILE", help="text files (default: the built-in)"
+        "--calibration",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="text files, or `fineweb-edu` from the model hub (default: the built-in texts)",
     )
     parser.add_argument("--sequences", type=int, default=96, help="pieces of text to read (default: 96)")
     parser.add_argument("--length", type=int, default=512, help="tokens a piece (default: 512)")
@@ -101,7 +105,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     from workbench.kv import distributed
     from workbench.kv.artefact import save
     from workbench.kv.fit import FitOptions, cut_sequences, fit
-    from workbench.lab import corpus
+    from workbench.lab.calibration import calibration_texts
     from workbench.models.place import home
 
     if args.device_map == "auto":  # one device a process, where several share the reading
@@ -126,11 +130,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     )
     out = args.out or home() / "mappers" / host.pair.name / direction
     check_writable(out)
-    documents = corpus.read_files(args.calibration) if args.calibration else corpus.documents("calibration")
-    name = (
-        ", ".join(path.name for path in args.calibration) if args.calibration else "built-in calibration text"
-    )
-    texts = [document.text for document in documents]
+    texts, name = calibration_texts(args.calibration, options.sequences * options.length)
 
     source, target = host.model(source_side, progress), host.model(target_side, progress)
     check = gate(target, cut_sequences(target.tokenizer, texts, options)[0][:64])

@@ -10,13 +10,16 @@ import gradio as gr
 
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.fit_view import estimate_view, report_view, verdict_view
 from workbench.ui.fit_work import fit_and_save
 from workbench.ui.jobs import Done, StopFlag, run_job
-from workbench.ui.markup import esc, notice, number, progress, table, term
+from workbench.ui.markup import notice, progress, term
 from workbench.ui.measuring import QUICK, take_flag, visit_of, wire_job
 from workbench.ui.theme import html
 
 TYPED = "(two models of my own)"
+BUILT_IN, OWN, FINEWEB = "built-in texts", "own files", "FineWeb-Edu (model hub)"
+WORDS = {"all": 10**6, "auto": None}  # in place of a number
 
 
 class FitTab:
@@ -82,14 +85,64 @@ class FitTab:
                         64, 1024, 256, step=64, label="Tokens a sequence", elem_id="kv-fit-length"
                     )
                     with gr.Accordion("More", open=False):
-                        self.top_k = gr.Number(
-                            6,
-                            label="Source layers a target layer (0: all)",
-                            precision=0,
-                            minimum=0,
-                            maximum=128,
-                        )
-                        self.ridge = gr.Number(0.01, label="Ridge strength", minimum=1e-6, maximum=10)
+                        with gr.Row():
+                            self.top_k = gr.Textbox(
+                                "6",
+                                label="Source layers a target layer",
+                                info="a number, all, or auto (chosen on held-out text)",
+                                max_lines=1,
+                            )
+                            self.ridge = gr.Textbox(
+                                "0.01", label="Ridge strength", info="a number, or auto", max_lines=1
+                            )
+                        with gr.Row():
+                            self.objective = gr.Dropdown(
+                                ["plain", "attention"],
+                                value="plain",
+                                label="Objective",
+                                info="attention: errors count as the target notices them",
+                                interactive=True,
+                            )
+                            self.selection = gr.Dropdown(
+                                ["ranked", "greedy"],
+                                value="ranked",
+                                label="Choice of layers",
+                                interactive=True,
+                            )
+                            self.features = gr.Dropdown(
+                                [("keys from keys, values from values", "own"), ("each from both", "both")],
+                                value="own",
+                                label="Features",
+                                interactive=True,
+                            )
+                        with gr.Row():
+                            self.rank = gr.Number(
+                                0,
+                                label="Rank",
+                                info="coordinates that all layers share; 0: a matrix each",
+                                precision=0,
+                                minimum=0,
+                                maximum=4096,
+                            )
+                            self.mlp = gr.Number(
+                                0,
+                                label="MLP width",
+                                info="needs a rank and both features; 0: none",
+                                precision=0,
+                                minimum=0,
+                                maximum=4096,
+                                visible=not public,
+                            )
+                            self.polish = gr.Number(
+                                0,
+                                label="Steps of polishing",
+                                info="gradient descent afterwards; needs a rank; 0: none",
+                                precision=0,
+                                minimum=0,
+                                maximum=10_000,
+                                visible=not public,
+                            )
+                        self.stride = gr.Slider(1, 16, 1, step=1, label="Use every n-th token of a sequence")
                         self.anchors = gr.Slider(
                             0,
                             64,
@@ -99,8 +152,14 @@ class FitTab:
                             info="First tokens, left out of the fit and run natively later",
                         )
                         self.hold_back = gr.Slider(1, 256, 16, step=1, label="Hold-back")
+                        self.text = gr.Radio(
+                            [BUILT_IN, OWN, FINEWEB],
+                            value=BUILT_IN,
+                            label="Calibration text",
+                            visible=not public,
+                        )
                         self.files = gr.File(
-                            label="Own calibration text (.txt; else the built-in one)",
+                            label="Own calibration text (.txt)",
                             file_count="multiple",
                             file_types=[".txt"],
                             visible=not public,
@@ -121,7 +180,7 @@ class FitTab:
         )
         self.check.click(
             self.told_fetching,
-            chosen,
+            [*chosen, self.direction, self.sequences, self.length, self.top_k],
             [self.verdict],
             api_name="check_pair",
             concurrency_limit=2,
@@ -136,6 +195,14 @@ class FitTab:
             self.ridge,
             self.anchors,
             self.hold_back,
+            self.stride,
+            self.objective,
+            self.selection,
+            self.features,
+            self.rank,
+            self.mlp,
+            self.polish,
+            self.text,
             self.files,
         ]
         wire_job(
@@ -205,49 +272,52 @@ class FitTab:
             return ""
         return self._verdict(pair, small, large, fetch=False)
 
-    def told_fetching(self, pair: str, small: str, large: str) -> str:
-        """Compatibility, fetching the two config files where needed."""
-        return self._verdict(pair, small, large, fetch=True)
+    def told_fetching(
+        self, pair: str, small: str, large: str, direction: str, sequences: float, length: float, top_k: str
+    ) -> str:
+        """Compatibility, fetching the two config files where needed, and what a fit would take."""
+        from workbench.models.planner import plan_pair
+
+        told = self._verdict(pair, small, large, fetch=True)
+        try:
+            ref = self._ref(pair, small, large)
+            found = self._found(ref, fetch=True)
+            if not found.compatible:
+                return told
+            layers = number_or_word(top_k, "The number of source layers", int)
+            try:
+                planned: Any = plan_pair(ref, top_k=layers)
+            except WorkbenchError:
+                planned = None  # models that are held in memory alone
+            return told + estimate_view(found, planned, direction, int(sequences) * int(length), layers)
+        except WorkbenchError as error:
+            return told + notice(str(error), "warn")
+
+    def _found(self, ref: Any, fetch: bool) -> Any:
+        """The `Compatibility` of a pair; of models that are in memory, by what they are."""
+        from workbench.models.catalog import Compatibility, pair_compatibility
+
+        host = self.engine.start_host()
+        if ref == host.pair and all(host.is_loaded(side) for side in ("small", "large")):
+            return Compatibility(
+                True, "", host.model("small").spec, host.model("large").spec, tokenizers=True
+            )
+        return pair_compatibility(ref, fetch=fetch)
 
     def _verdict(self, pair: str, small: str, large: str, fetch: bool) -> str:
-        from workbench.models.catalog import has_artefact, pair_compatibility
+        from workbench.models.catalog import has_artefact
+        from workbench.models.presets import PRESETS
 
         try:
             ref = self._ref(pair, small, large)
-            host = self.engine.start_host()
-            if ref == host.pair and all(host.is_loaded(side) for side in ("small", "large")):
-                specs = {side: host.model(side).spec for side in ("small", "large")}
-                found: Any = None
-            else:
-                found = pair_compatibility(ref, fetch=fetch)
-                specs = {"small": found.small, "large": found.large}
+            found = self._found(ref, fetch)
         except WorkbenchError as error:
             return notice(str(error), "warn")
         except Exception as error:
             return notice(self.engine.sentence(error), "error")
-        if found is not None and found.compatible is None:
-            more = "" if fetch else " “Check this pair” looks for the configs on the model hub."
-            return notice(f"Not known yet: {found.reason}{more}")
-        if found is not None and not found.compatible:
-            return notice(f"These two cannot be paired: {found.reason}", "warn")
-        have = [ARROWS[way] for way in ("up", "down") if has_artefact(ref, way)]
-        rows = [
-            (label, *(esc(str(getattr(specs[side], attribute))) for side in ("small", "large")))
-            for label, attribute in (
-                ("family", "family"),
-                ("layers", "layers"),
-                ("KV heads", "kv_heads"),
-                ("head size", "head_dim"),
-                ("longest context", "max_positions"),
-            )
-            if specs["small"] is not None and specs["large"] is not None
-        ]
-        text = "These two can be paired. " + (
-            f"Mappers are there for {' and '.join(have)}."
-            if have
-            else "There is no mapper yet: fit one below."
-        )
-        return notice(text) + (table(["property", "small", "large"], rows) if rows else "")
+        have = [way for way in ("up", "down") if has_artefact(ref, way)]
+        presets = [PRESETS.get(name.partition("@")[0]) for name in (ref.small, ref.large)]
+        return verdict_view(found, have, [preset.licence for preset in presets if preset is not None], fetch)
 
     def fit(
         self,
@@ -258,10 +328,18 @@ class FitTab:
         direction: str,
         sequences: float,
         length: float,
-        top_k: float,
-        ridge: float,
+        top_k: str,
+        ridge: str,
         anchors: float,
         hold_back: float,
+        stride: float,
+        objective: str,
+        selection: str,
+        features: str,
+        rank: float,
+        mlp: float,
+        polish: float,
+        text: str,
         files: list[str] | None,
     ) -> Generator[dict[Any, Any], None, None]:
         """Loads, checks the gate, fits, saves; the page shows how far it is."""
@@ -288,12 +366,23 @@ class FitTab:
             options = FitOptions(
                 sequences=int(sequences),
                 length=int(length),
-                top_k=int(top_k or 0) or 10**6,
-                ridge=float(ridge or 0),
+                top_k=number_or_word(top_k, "The number of source layers", int),
+                ridge=number_or_word(ridge, "The ridge strength", float),
                 anchors=int(anchors),
                 hold_back=int(hold_back),
+                stride=int(stride),
+                objective=objective,
+                selection=selection,
+                features=features,
+                rank=int(rank or 0),
+                mlp=0 if settings.public else int(mlp or 0),
+                polish=0 if settings.public else int(polish or 0),
             )
-            own = [] if settings.public else list(files or [])
+            own = [] if settings.public or text == BUILT_IN else list(files or [])
+            if text == OWN and not own and not settings.public:
+                raise InputError("No text was chosen.", "Add files under “More”, or use the built-in texts.")
+            if text == FINEWEB and not settings.public:
+                own = ["fineweb-edu"]
             ref = self._ref(pair, small, large)
             return fit_and_save(self.engine, ref, direction, options, own, post, should_stop)
 
@@ -349,23 +438,16 @@ class FitTab:
         }
 
 
-def report_view(gate: Any, report: Any) -> str:
-    """What the fit found, with its warning."""
-    rows = [
-        (
-            f"{term('gate')}",
-            f"passed, largest difference {number(gate.max_abs_error, 6)} on {gate.tokens} tokens",
-        ),
-        (f"{term('R²')} of keys, {term('held out')}", number(report.r2_k)),
-        (f"{term('R²')} of values, {term('held out')}", number(report.r2_v)),
-        ("tokens fitted on", number(report.tokens)),
-        ("tokens held out", number(report.heldout_tokens)),
-        (f"parameters per output ({term('p/n')})", f"{number(report.features)} ({number(report.p_over_n)})"),
-        (
-            "time",
-            f"{report.seconds['capture']:.1f} s reading, {report.seconds['solve']:.1f} s solving",
-        ),
-        ("peak memory of the server", f"{number(round(report.peak_rss_mb))} MB"),
-    ]
-    warning = notice(report.warning, "warn") if report.warning else ""
-    return warning + f'<div class="kv-panel"><h2>Fit report</h2>{table(["figure", "value"], rows)}</div>'
+def number_or_word(text: Any, what: str, kind: type) -> Any:
+    """A typed number, or what one of `WORDS` stands for.
+
+    Raises:
+        InputError: it is neither.
+    """
+    text = str(text).strip().lower()
+    if text in WORDS:
+        return WORDS[text]
+    try:
+        return kind(text)
+    except ValueError:
+        raise InputError(f"{what} must be a number, all or auto.") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import Cancelled, WorkbenchError
@@ -13,6 +14,26 @@ from workbench.ui.jobs import StopFlag
 if TYPE_CHECKING:
     from workbench.kv.fit import FitOptions
     from workbench.models.catalog import PairRef
+
+
+class RemainingTime:
+    """How long a job that reports its share will still take, once that can be told."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """The part that is reported in shares begins now."""
+        self._started = monotonic()
+
+    def after(self, share: float) -> str:
+        """ ", about 3 min left", or "" while nothing can be said."""
+        if self._started is None or not 0.02 < share < 0.8:
+            return ""
+        seconds = (monotonic() - self._started) * (1 - share) / share
+        if seconds < 10:
+            return ""
+        return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"
 
 
 def fit_and_save(
@@ -46,24 +67,28 @@ def fit_and_save(
     from workbench.commands.fit import check_writable
     from workbench.kv.artefact import save
     from workbench.kv.fit import cut_sequences, fit
-    from workbench.lab import corpus
+    from workbench.lab.calibration import calibration_texts
     from workbench.models.catalog import own_artefact_folder
+
+    clock = RemainingTime()
 
     def tell(share: float, text: str) -> None:
         if should_stop():
             raise Cancelled("Stopped.")
-        post((text, share))
+        post((f"{text}{clock.after(share)}", share))
 
     host = engine.host_for(ref)
     out = own_artefact_folder(ref, direction)
     check_writable(out)
+    post(("Reading the calibration text", 0.0))
     paths = [Path(name) for name in files]
-    texts = [each.text for each in (corpus.read_files(paths) if paths else corpus.documents("calibration"))]
+    texts, name = calibration_texts(paths, options.sequences * options.length, should_stop)
     with engine.model_lane(should_stop, tell=lambda text: post((text, 0.0))):
         engine.load(host, SIDES[direction], tell)
         with host.lane:
             source, target = (host.model(side) for side in SIDES[direction])
             tell(0.0, "Checking the gate")
+            clock.start()
             passed = gate(target, cut_sequences(target.tokenizer, texts, options)[0][:64])
             if not passed.ok:
                 raise WorkbenchError(
@@ -76,7 +101,7 @@ def fit_and_save(
                 texts,
                 options,
                 direction=direction,
-                calibration="own text" if paths else "built-in calibration text",
+                calibration=name,
                 progress=tell,
                 should_stop=should_stop,
                 state_file=out.parent / f".{out.name}.fit.safetensors",
