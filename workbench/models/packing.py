@@ -74,7 +74,8 @@ class _Inputs:
     def _adder(self, name: str) -> Callable[..., None]:
         def add(module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
             x = arguments[0].detach().float().flatten(0, -2)
-            self.sums[name] = self.sums.get(name, 0) + (x.T @ x) / len(x)
+            with torch.autocast("cpu", enabled=False):  # in bfloat16 the sums would not be positive definite
+                self.sums[name] = self.sums.get(name, 0) + (x.T @ x) / len(x)
 
         return add
 
