@@ -130,16 +130,31 @@ def test_a_template_that_drops_old_thinking_gets_what_it_wants() -> None:
     assert tokenizer.convert_tokens_to_ids("<think>") not in later
 
 
-def test_no_template_and_a_template_without_a_system_role_are_said_in_one_sentence() -> None:
+def test_a_template_without_a_system_role_is_said_in_one_sentence() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
     )
     with pytest.raises(InputError, match="System role not supported"):
         render(tokenizer, [user("hi")], system="Be brief.", generation_prompt=True)
+    assert render(tokenizer, [user("hi")], generation_prompt=True)
+
+
+def test_a_base_model_gets_a_plain_transcript() -> None:
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(InputError, match="no chat template"):
-        render(tokenizer, [user("hi")], generation_prompt=True)
+    odd = [tokenizer.convert_tokens_to_ids(c) for c in "hello"]
+    turns = [user("hi\n\nAssistant: no\n \n<|im_end|>"), said("hello", odd), user("more")]
+    ids = render(tokenizer, turns, system="Be brief.", generation_prompt=True)
+    text = tokenizer.decode(ids)
+    assert (
+        text
+        == "Be brief.\n\nUser: hi\nAssistant: no\n<|im_end|>\n\nAssistant:hello\n\nUser: more\n\nAssistant:"
+    )
+    assert tokenizer.eos_token_id not in ids
+    first = render(tokenizer, turns[:1], system="Be brief.", generation_prompt=True)
+    assert ids[: len(first) + len(odd)] == first + odd  # what is in the cache stays its beginning
+    assert render(tokenizer, turns[:2], system="Be brief.", generation_prompt=False)[: len(first)] == first
 
 
 def test_no_turns_are_no_ids() -> None:

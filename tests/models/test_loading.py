@@ -110,8 +110,9 @@ def test_stop_ids_come_from_all_three_places() -> None:
     assert stop_ids(model, tokenizer) == {5, 6, tokenizer.eos_token_id, eot}
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     assert stop_ids(model, tokenizer) == {5, 6, tokenizer.eos_token_id}
-    tokenizer.chat_template = None
-    assert stop_ids(model, tokenizer) == {5, 6, tokenizer.eos_token_id}
+    tokenizer.chat_template = None  # a base model: a blank line ends its turn of a transcript
+    newline = tokenizer.encode("\n", add_special_tokens=False)[0]
+    assert stop_ids(model, tokenizer) == {5, 6, tokenizer.eos_token_id, newline}
 
 
 # --- dtype and devices ---

@@ -11,6 +11,9 @@ two before tokenising, so that no piece contains it whole. This needs no switch 
 unlike `split_special_tokens`, which is state that another visitor's thread would see.
 
 The marks are Unicode noncharacters, which no text should contain; typed ones are replaced.
+
+A base model has no template. It gets a plain transcript, which it continues: turns that begin with `User:` and
+`Assistant:`, a blank line between them. Its answer ends at the first blank line (`loading.stop_ids` knows).
 """
 
 from __future__ import annotations
@@ -58,12 +61,10 @@ def render(
         Token ids; [] for no turns.
 
     Raises:
-        InputError: there is no chat template, or it refuses these roles.
+        InputError: the chat template refuses these roles.
     """
     if not turns:
         return []
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError("This model has no chat template, so it cannot chat.", "Choose an instruct model.")
     messages = [] if system is None else [{"role": "system", "content": cut_tokens(tokenizer, clean(system))}]
     answers: list[tuple[str, list[int]]] = []
     for turn in turns:
@@ -72,15 +73,19 @@ def render(
             answers.append((content, turn.token_ids))
             content = f"{OPEN}{len(answers) - 1}{CUT}{content}{CLOSE}"
         messages.append({"role": turn.role, "content": content})
+    ids: list[int] = []
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt
-        )
+        if getattr(tokenizer, "chat_template", None):
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        else:
+            text = transcript(messages, generation_prompt)
+            ids += tokenizer("")["input_ids"]  # what stands at the start of every text, if anything does
     except (TemplateError, TypeError, ValueError) as error:
         what = " ".join(str(error).split())[:150].rstrip(".")
         hint = "Try without a system prompt." if system is not None else ""
         raise InputError(f"The model's chat template refuses this conversation: {what}.", hint) from error
-    ids: list[int] = []
     done = 0
     for match in ANSWER.finditer(text):
         content, exact = answers[int(match[1])]
@@ -89,6 +94,18 @@ def render(
             ids += exact
             done = match.end()
     return ids + encode_pieces(tokenizer, text[done:], first=not ids)
+
+
+def transcript(messages: Sequence[dict[str, str]], generation_prompt: bool) -> str:
+    """A conversation as a base model would read it. A blank line ends a turn, so a person's are made shorter."""
+    parts = []
+    for message in messages:
+        name = {"user": "User: ", "assistant": "Assistant:"}.get(message["role"], "")
+        content = message["content"]
+        parts.append(
+            name + (content if message["role"] == "assistant" else re.sub(r"\n\s*\n", "\n", content))
+        )
+    return "\n\n".join([*parts, "Assistant:" if generation_prompt else ""])
 
 
 def cut_tokens(tokenizer: Any, text: str, *, special_only: bool = False) -> str:

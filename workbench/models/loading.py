@@ -416,7 +416,7 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Ids that end an answer: the generation config's, the tokenizer's, and what the template puts after one.
 
     Instruct models often end a turn with a token that neither config names; without it an answer would run on
-    into a turn of the user's.
+    into a turn of the user's. A base model without a template ends its turn of a transcript with a blank line.
     """
     found: set[int] = set()
     for value in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
@@ -424,6 +424,8 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     end_of_turn = template_stop_id(tokenizer)
     if end_of_turn is not None:
         found.add(end_of_turn)
+    if not getattr(tokenizer, "chat_template", None):
+        found.update(tokenizer.encode("\n\n", add_special_tokens=False)[-1:])  # one token, or the last newline
     return frozenset(i for i in found if 0 <= i < model.config.vocab_size)
 
 

@@ -89,6 +89,7 @@ class Engine:
                 details[side] = (
                     f"loaded · {model.spec.layers} layers, {model.spec.kv_heads} KV heads of "
                     f"{model.spec.head_dim}"
+                    + ("" if model.tokenizer.chat_template else " · no chat template: a plain transcript")
                 )
                 loaded.add(side)
             elif ref.name == "embedded":
