@@ -10,6 +10,14 @@ const put = (node, html) => {
   if (node.dataset.html !== html) { node.innerHTML = html; node.dataset.html = html; }
 };
 
+// A growing answer only gets what is new: replacing a long text at every token would be quadratic, and drop a selection.
+const write = (node, words) => {
+  const old = node.firstChild;
+  if (old && node.childNodes.length === 1 && words.length >= old.length && words.startsWith(old.data)) {
+    if (words.length > old.length) old.appendData(words.slice(old.length));
+  } else if (node.textContent !== words) node.textContent = words;
+};
+
 const build = (item) => {
   const node = document.createElement(item.note ? 'div' : 'article');
   node.dataset.id = item.id;
@@ -43,7 +51,7 @@ const draw = () => {
     const [head, text, foot] = node.children;
     put(head, item.head || '');
     put(foot, item.foot || '');
-    if (text.textContent !== item.text) text.textContent = item.text || '';
+    write(text, item.text || '');
   });
   if (pinned) log.scrollTop = log.scrollHeight;
 };

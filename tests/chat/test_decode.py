@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import random_ids, tiny_model, tiny_tokenizer
-from workbench.chat.decode import HALF, Sampling, TextStream, choose, decode, plain_text
+from workbench.chat.decode import HALF, Sampling, TextStream, choose, decode, marks, plain_text
 from workbench.errors import InputError
 from workbench.kv.cache import length, new_cache
 from workbench.kv.forward import forward
@@ -98,7 +98,7 @@ def test_top_k_and_top_p_limit_what_is_drawn() -> None:
 def test_choose_leaves_the_logits_alone() -> None:
     logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
-    choose(logits, Sampling(repetition_penalty=2.0), torch.Generator(), [1, 2, 3])
+    choose(logits, Sampling(repetition_penalty=2.0), torch.Generator(), marks(len(logits), [1, 2, 3]))
     assert torch.equal(logits, before)
 
 

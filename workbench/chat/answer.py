@@ -19,6 +19,7 @@ from workbench.chat.decode import HALF, Sampling, TextStream, decode
 from workbench.chat.handoff import PREFILL_CHUNK, Account
 from workbench.chat.held import Held
 from workbench.errors import Cancelled
+from workbench.kv.cache import length
 from workbench.kv.forward import forward
 from workbench.models.loading import LoadedModel
 from workbench.models.pair import PairHost
@@ -179,7 +180,8 @@ def _tokens(answer: Message, job: Job, logits: Tensor) -> Iterator[int]:
             except BaseException:
                 held.cut(done)
                 raise
-            held.covers([*job.prompt, *answer.token_ids])
+            for at in range(len(held.ids) - len(job.prompt), length(held.cache) - len(job.prompt)):
+                held.ids.append(answer.token_ids[at])  # what the step ran; listing all ids again would be quadratic
         if token is None or token in job.model.stop_ids:
             break
         answer.token_ids.append(token)

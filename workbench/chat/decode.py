@@ -83,7 +83,9 @@ def decode(
         Token ids that have *not* been run yet. A stop id is yielded too, and is then the last.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    seen = list(context) if sampling.repetition_penalty != 1.0 else []
+    seen: Tensor | None = None
+    if sampling.repetition_penalty != 1.0:  # marks instead of a list: a step costs the same however long the context is
+        seen = marks(logits.shape[-1], context)
     for step in range(sampling.max_new_tokens):
         if watch is not None:
             watch(entropy(logits[-1]))
@@ -91,8 +93,8 @@ def decode(
         yield token
         if token in model.stop_ids or step + 1 == sampling.max_new_tokens or (should_stop and should_stop()):
             return
-        if sampling.repetition_penalty != 1.0:
-            seen.append(token)
+        if seen is not None:
+            seen[token] = True
         last = forward(model.model, [token], cache)
         assert last is not None  # one is kept
         logits = last
@@ -104,15 +106,22 @@ def entropy(logits: Tensor) -> float:
     return float(-(log_p.exp() * log_p).sum())
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Sequence[int] = ()) -> int:
-    """One id from logits (vocab,): penalty, temperature, top-k, top-p, draw; as transformers orders them."""
+def marks(vocab: int, ids: Sequence[int]) -> Tensor:
+    """(vocab,) true at the given ids."""
+    found = torch.zeros(vocab, dtype=torch.bool)
+    found[torch.tensor(list(ids), dtype=torch.long)] = True
+    return found
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Tensor | None = None) -> int:
+    """One id from logits (vocab,): penalty, temperature, top-k, top-p, draw; as transformers orders them.
+
+    `seen` marks the ids that a repetition penalty makes less likely (see `marks`).
+    """
     logits = logits.float().cpu()
-    if seen:
-        logits = logits.clone()
-        ids = torch.tensor(sorted(set(seen)))
-        scores = logits[ids]
+    if seen is not None:
         factor = sampling.repetition_penalty
-        logits[ids] = torch.where(scores < 0, scores * factor, scores / factor)
+        logits = torch.where(seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
     if sampling.greedy:
         return int(logits.argmax())
     logits = logits / sampling.temperature

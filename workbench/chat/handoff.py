@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import Cache
 
 from workbench.chat.policy import decide as decide  # the router's question before a switch, beside the switch
+from workbench.errors import Cancelled
 from workbench.kv.cache import grows_in_place, length, new_cache, reserve, truncate
 from workbench.kv.forward import forward, forward_ends, takes_masks
 from workbench.kv.mapper import KVMapper, MapTimes
@@ -148,6 +149,7 @@ def hand_over(
     ms: dict[str, float] = {}
     try:
         if together:
+            _heed(should_stop)
             _append_slots(target_cache, anchor_stop - reused, mapper)
             ms["cache"] = clock.lap()
         elif anchor_stop > reused:
@@ -166,6 +168,7 @@ def hand_over(
         clock.lap()
         ms |= {"map_strip": times.strip_ms, "map_product": times.product_ms, "map_rotate": times.rotate_ms}
         if together:
+            _heed(should_stop)
             logits = forward_ends(target.model, ids[reused:anchor_stop], ids[map_stop:], target_cache, reused)
             ms["ends"] = clock.lap()
         else:
@@ -268,6 +271,12 @@ def map_ahead(
         truncate(target_cache, before)
         raise
     return start, stop
+
+
+def _heed(should_stop: ShouldStop) -> None:
+    """Raises `Cancelled` when asked to stop."""
+    if should_stop is not None and should_stop():
+        raise Cancelled("Stopped.")
 
 
 def _append_slots(cache: Cache, count: int, mapper: KVMapper) -> None:
