@@ -114,11 +114,3 @@ def test_unknown_names_and_strange_folders_are_refused(pair, tmp_path):
     artefact.save(tmp_path / "down", mapper, manifest)
     with pytest.raises(ArtefactError, match="'down', but 'up'"):
         mappers.contestants(pair, "up", ["y"], {"y": tmp_path / "down"}, tmp_path)
-
-
-def test_the_common_beginning_of_chats_holds_the_system_prompt():
-    tokenizer = tiny_tokenizer()
-    start = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False).partition(
-        "<|im_end|>"
-    )[0]
-    assert mappers.common_beginning(tokenizer) == len(tokenizer(start)["input_ids"])

@@ -30,6 +30,7 @@ from workbench.chat.decode import Sampling
 from workbench.chat.handoff import Account
 from workbench.chat.held import Held, common_prefix
 from workbench.chat.policy import PREFILL, judge
+from workbench.chat.shared import begin
 from workbench.chat.template import clean, render
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.kv.cache import length
@@ -295,6 +296,8 @@ class Conversation:
             if theirs.fit(ids) == 0 and held.fit(ids) < len(ids):
                 raise WorkbenchError(f"The cache of {source.name} is not held any more.")
             held.fit(ids)
+            if self.anchors is None:  # other anchors are asked for in order to see what they do
+                begin(held, ids, target)
             prepared = self._keep_ahead(held, mapper)
             before = len(held.ids)
             held.cut(len(ids) - 1)
@@ -341,7 +344,10 @@ class Conversation:
             source, target = self.host.model(self.side), self.host.model(to)
             mapper, _ = self.host.mapper(direction_to(to))
             theirs, held = self._held[self.side], self._holding(to, target)
-            before = held.fit(ids)
+            held.fit(ids)
+            if self.anchors is None:
+                begin(held, ids, target)
+            before = len(held.ids)
             start, stop = handoff.map_ahead(
                 ids,
                 common_prefix(theirs.ids, ids),

@@ -36,6 +36,7 @@ def add_mapper_arguments(parser: argparse.ArgumentParser) -> None:
 
 def compare_mappers(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     """Fit what is missing, measure everything in one run; see `workbench.lab.mappers`."""
+    from workbench.chat.shared import common_beginning
     from workbench.commands.common import host_from_args
     from workbench.lab import corpus, mappers
     from workbench.lab.results import finish
@@ -51,7 +52,7 @@ def compare_mappers(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     system_prompt = 0
     if args.chats:
         texts = corpus.chats(tokenizer)
-        system_prompt = mappers.common_beginning(tokenizer) if args.curve else 0
+        system_prompt = len(common_beginning(tokenizer)) if args.curve else 0
     fitted = mappers.contestants(
         host, direction, names, folders, keep, args.sequences,
         progress=lambda share, what: progress(0.5 * share, what),

@@ -309,19 +309,3 @@ def describe(one: Contestant) -> str:
     if mapper.hidden:
         parts.append(f"MLP of width {mapper.hidden}")
     return ", ".join(parts)
-
-
-def common_beginning(tokenizer: Any) -> int:
-    """Tokens that every chat begins with: the system prompt and what opens the first message; 0 without a template."""
-    if not getattr(tokenizer, "chat_template", None):
-        return 0
-    said = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True, return_dict=False)
-        for text in ("1", "?")
-    ]
-    same = 0
-    for one, other in zip(*said, strict=False):
-        if one != other:
-            break
-        same += 1
-    return same
