@@ -83,6 +83,16 @@ def replay_value(recording: Any) -> dict[str, Any] | None:
     return {"turns": items, "label": label}
 
 
-def as_account(data: Mapping[str, Any]) -> SimpleNamespace:
-    """An account's JSON with the attributes of an `Account`."""
-    return SimpleNamespace(**{"saved_ms": None, **data})
+class RecordedAccount(SimpleNamespace):
+    """An account's JSON with the attributes of an `Account`; what an older recording lacks is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Only asked for names that are not there."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def as_account(data: Mapping[str, Any]) -> RecordedAccount:
+    """An account as the screens take it."""
+    return RecordedAccount(**data)
