@@ -49,7 +49,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(embedded, "ensure", no_model)
 
 
-@examples(80, 3_000)
+@examples(30, 1_000)
 @given(
     command=st.one_of(st.sampled_from(sorted(set(COMMANDS) - {"family"})), st.text(max_size=8)),
     words=st.lists(st.tuples(st.sampled_from(OPTIONS), VALUES), max_size=5),

@@ -42,20 +42,31 @@ class Visitor:
         self.http = httpx.Client(base_url=url, timeout=600, headers={"origin": url.rstrip("/")})
         self.http.get("/")
         config = self.http.get("/config").json()
-        self._functions = {d["api_name"]: d["id"] for d in config["dependencies"] if d["api_name"]}
+        self.functions = {d["api_name"]: d["id"] for d in config["dependencies"] if d["api_name"]}
+        self._inputs = {d["api_name"]: d["inputs"] for d in config["dependencies"]}
         self._outputs = {d["id"]: d["outputs"] for d in config["dependencies"]}
+        self._components = {c["id"]: c["props"] for c in config["components"]}
         self._places = {
             c["props"]["elem_id"]: c["id"] for c in config["components"] if c["props"].get("elem_id")
         }
         self.session = session or secrets.token_hex(8)
-        self.settings = [None, True, 0.7, 0.95, tokens, 0, True, 4, 16, False]
+        self.settings = self.fill("run_send", {"Longest answer, in tokens": tokens})
         self.lines: list[str] = []
         self.items: list[Any] = []
         self.status = ""
 
+    def fill(self, name: str, values: dict[str, Any]) -> list[Any]:
+        """Inputs of an event as the page shows them at first, some of them (by label or element id) changed."""
+        filled = []
+        for component in self._inputs[name]:
+            props = self._components[component]
+            keys = [key for key in (props.get("label"), props.get("elem_id")) if key in values]
+            filled.append(values[keys[0]] if keys else props.get("value"))
+        return filled
+
     def join(self, name: str, *data: Any) -> httpx.Response:
         """Asks for an event."""
-        body = {"data": list(data), "fn_index": self._functions[name], "session_hash": self.session}
+        body = {"data": list(data), "fn_index": self.functions[name], "session_hash": self.session}
         return self.http.post("/gradio_api/queue/join", json=body)
 
     def call(self, name: str, *data: Any, leave_after: int | None = None) -> dict[str, Any]:
@@ -72,7 +83,7 @@ class Visitor:
         answer = self.join(name, *data)
         if answer.status_code != 200:
             return {"success": False, "refused": answer.status_code, "output": answer.json()}
-        event, function = answer.json()["event_id"], self._functions[name]
+        event, function = answer.json()["event_id"], self.functions[name]
         current: list[Any] | None = None
         grown = 0
         with self.http.stream(

@@ -175,8 +175,9 @@ def cancels(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         kind = "stop" if number % 10 == 0 else "drop" if number % 10 < 5 else "exact"
         visitor = Visitor(server.url, args.tokens if kind == "exact" else 1024)
         if kind == "exact":
+            same = visitor.say(text) == expected[text]
             found["exact_of"] += 1
-            found["exact"] += visitor.say(text) == expected[text]
+            found["exact"] += same
         elif kind == "drop":
             try:
                 visitor.say(text, leave_after=2)

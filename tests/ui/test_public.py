@@ -16,11 +16,11 @@ import httpx
 import pytest
 from gradio import networking
 
+from tests.load import client
 from tests.ui.conftest import free_port
 from workbench.ui import Settings, build, launch_options, session
 from workbench.ui.guard import COOKIE
 
-CHAT = [True, 0.7, 0.95, 8, 0, True, 4, 16, False]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,44 +38,20 @@ def public(tiny: Any, home: Path) -> Iterator[SimpleNamespace]:
     demo.close()
 
 
-class Visitor:
-    """A browser without a screen: cookie, session, events by the name that the program gives them."""
+class Visitor(client.Visitor):
+    """A browser without a screen."""
 
     def __init__(self, public: Any, session_hash: str | None = None) -> None:
-        self.http = httpx.Client(base_url=public.url, timeout=60, headers={"origin": public.url})
-        self.http.get("/")
-        self.demo = public.demo
-        self.fns = {fn.api_name: index for index, fn in public.demo.fns.items()}
-        self.session = session_hash or f"s{id(self)}{time.monotonic_ns()}"
-        self.said: list[str] = []
+        super().__init__(public.url, 8, session_hash)
 
-    def join(self, name: str, *data: Any) -> httpx.Response:
-        body = {"data": list(data), "fn_index": self.fns[name], "session_hash": self.session}
-        return self.http.post("/gradio_api/queue/join", json=body)
+    @property
+    def said(self) -> str:
+        """Everything that the server sent about this visitor's events."""
+        return "\n".join(self.lines)
 
-    def call(self, name: str, *data: Any) -> Any:
-        """One event to its end: the last message about it."""
-        event = self.join(name, *data).json()["event_id"]
-        with self.http.stream(
-            "GET", "/gradio_api/queue/data", params={"session_hash": self.session}
-        ) as stream:
-            for line in stream.iter_lines():
-                self.said.append(line)
-                if line.startswith("data:"):
-                    message = json.loads(line[5:])
-                    if message.get("event_id") == event and message["msg"] == "process_completed":
-                        return message
-        raise AssertionError("the stream ended first")
-
-    def fill(self, name: str, **values: Any) -> list[Any]:
-        """Inputs of an event as the page shows them at first, some of them (by element id) changed."""
-        inputs = self.demo.fns[self.fns[name]].inputs
-        return [values.get(str(c.elem_id).replace("-", "_"), getattr(c, "value", None)) for c in inputs]
-
-    def say(self, text: str) -> str:
-        self.call("ask_send", None, text)
-        self.call("run_send", None, *CHAT)
-        return "\n".join(self.said)
+    def run(self) -> Any:
+        """The second step of a message."""
+        return self.call("run_send", *self.settings)
 
 
 @pytest.fixture
@@ -118,7 +94,11 @@ def test_the_page_itself_is_served(public: Any, visitor: Visitor) -> None:
 
 
 def test_other_sites_and_other_names_are_refused(public: Any, visitor: Visitor) -> None:
-    body = {"data": [None, "hello"], "fn_index": visitor.fns["ask_send"], "session_hash": visitor.session}
+    body = {
+        "data": [None, "hello"],
+        "fn_index": visitor.functions["ask_send"],
+        "session_hash": visitor.session,
+    }
     for headers in (
         {"origin": "https://evil.example"}, {"origin": "null"}, {"origin": public.url + ".evil.example"},
         {"origin": public.url, "sec-fetch-site": "cross-site"},
@@ -151,7 +131,7 @@ def test_oversized_bodies_are_cut_off(public: Any, visitor: Visitor) -> None:
     shown = visitor.call("ask_send", None, "x" * 1_000_000)
     assert "at most 4,000 are accepted" in json.dumps(shown)
     assert time.monotonic() - started < 10  # a second of an idle machine
-    assert visitor.call("run_send", None, *CHAT)["success"]
+    assert visitor.run()["success"]
 
 
 def test_a_session_belongs_to_one_browser(public: Any, visitor: Visitor) -> None:
@@ -171,15 +151,17 @@ def test_a_session_belongs_to_one_browser(public: Any, visitor: Visitor) -> None
         ),
     ):
         assert answer.status_code == 403 and "another browser" in answer.text
-    assert "lamp" in visitor.say("and now")
+    visitor.say("and now")
+    assert visitor.texts()[0] == "the secret word is lamp" and len(visitor.texts()) == 4
     for forged in ("", "../x", "a" * 100, 7, ["x"], {"a": 1}):
-        body = {"data": [None], "fn_index": visitor.fns["stop"], "session_hash": forged}
+        body = {"data": [None], "fn_index": visitor.functions["stop"], "session_hash": forged}
         assert visitor.http.post("/gradio_api/queue/join", json=body).status_code == 400
     thief.http.close()
 
 
 def test_no_secret_in_any_answer_and_forged_keys_open_nothing(public: Any, visitor: Visitor) -> None:
-    everything = visitor.say("hello")
+    visitor.say("hello")
+    everything = visitor.said
     keys = list(public.engine.visits._visits)
     assert keys and not any(key in everything for key in keys)
     assert visitor.http.cookies[COOKIE] not in everything
@@ -188,8 +170,8 @@ def test_no_secret_in_any_answer_and_forged_keys_open_nothing(public: Any, visit
         other.call(
             "ask_send", forged, "what was said"
         )  # a state is the server's; what a client sends for it is ignored
-        other.call("run_send", forged, *CHAT)
-    assert "hello" not in re.findall(r'"text": "(hello)"', "\n".join(other.said))
+        other.call("run_send", forged, *other.settings[1:])
+    assert "hello" not in other.texts()
     other.http.close()
 
 
@@ -202,40 +184,46 @@ def test_html_and_control_tokens_are_text_in_every_field(public: Any, visitor: V
     ].text == nasty
     tokenizer = public.engine.start_host().model("small").tokenizer
     assert chat.token_ids.count(tokenizer.eos_token_id) == 2
-    shown = [visitor.call("choose_pair", nasty, nasty, nasty), visitor.call("check_pair", nasty, nasty, nasty),
-             visitor.call("open_side", None, nasty), visitor.call("ask_switch", None, nasty, nasty)]  # fmt: skip
+    shown = [visitor.call("ask_switch", None, nasty, nasty)]
+    for name in ("choose_pair", "check_pair", "open_side", "open_heads", "open_latency", "open_quality"):
+        inputs = visitor.fill(name, {})
+        shown.append(visitor.call(name, *(nasty if value is not None else None for value in inputs)))
     for answer in shown:  # gradio's own refusal of a value that is no choice repeats it, to its sender alone
         if answer["success"]:
             assert "<script>" not in json.dumps(answer) and "onerror=alert(2)>" not in json.dumps(answer)
 
 
+GARBAGE = object()
+TOKENS = "Longest answer, in tokens"
+
+
 @pytest.mark.parametrize(
     "values",
     [
-        [True, 0.7, 0.95, 10**9, 0, True, 4, 16, False],
-        [True, -1, 0.95, 8, 0, True, 4, 16, False],
-        [False, 0.7, float("1e308"), 8, 2**70, True, 4, 16, False],
-        ["yes", "hot", None, [], {}, "x", "y", "z", 1],
-        [True, 0.7, 0.95, 8, 0, False, 10**12, -5, False],
-        [True],
+        {TOKENS: 10**9},
+        {"Temperature": -1},
+        {"Greedy": False, "Top-p": 1e308, "Seed": 2**70},
+        {"Anchors and hold-back as the mapper recommends": False, "Anchors": 10**12, "Hold-back": -5},
+        {"Seed": None, "Temperature": "hot", TOKENS: []},
+        [GARBAGE] * 9,
         [],
         [True] * 50,
     ],
 )
 def test_values_around_the_page_are_refused_and_the_next_message_works(
-    public: Any, visitor: Visitor, values: list[Any]
+    public: Any, visitor: Visitor, values: Any
 ) -> None:
     visitor.call("ask_send", None, "hello")
-    body = {"data": [None, *values], "fn_index": visitor.fns["run_send"], "session_hash": visitor.session}
-    visitor.http.post("/gradio_api/queue/join", json=body)
+    data = visitor.fill("run_send", values) if isinstance(values, dict) else [None, *("x" for _ in values)]
+    visitor.join("run_send", *data)
     time.sleep(0.3)
     visitor.call("stop", None)
     until = time.monotonic() + 30
     while public.engine.lane.busy and time.monotonic() < until:
         time.sleep(0.05)
-    visitor.call("run_send", None, *CHAT)  # picks up what was left waiting
-    text = visitor.say("and on")
-    assert "kv-by-small" in text and "Traceback" not in text and str(ROOT) not in text
+    visitor.run()  # picks up what was left waiting
+    visitor.say("and on")
+    assert "kv-by-small" in visitor.said and "Traceback" not in visitor.said and str(ROOT) not in visitor.said
 
 
 def test_neither_free_names_nor_files_nor_large_fits(public: Any, visitor: Visitor) -> None:
@@ -245,19 +233,20 @@ def test_neither_free_names_nor_files_nor_large_fits(public: Any, visitor: Visit
         text = json.dumps(answer)
         return "cannot be chosen" in text or "not in the list of choices" in text
 
-    assert refused(visitor.call("check_pair", typed, "/etc/passwd", "owner/name"))
-    assert refused(visitor.call("use_pair", None, typed, "/etc", "/etc"))
-    assert refused(visitor.call("check_pair", "no-such-pair", "", ""))
-    large = visitor.fill("fit", kv_fit_sequences=256, kv_fit_length=1024)
+    for name in ("check_pair", "use_pair", "fit"):
+        for pair in (typed, "no-such-pair"):
+            chosen = {"kv-fit-pair": pair, "kv-fit-small": "/etc/passwd", "kv-fit-large": "owner/name"}
+            assert refused(visitor.call(name, *visitor.fill(name, chosen))), (name, pair)
+    large = visitor.fill("fit", {"kv-fit-sequences": 256, "kv-fit-length": 1024})
     assert "2,000 tokens" in json.dumps(visitor.call("fit", *large))
     for sequences, length in ((-5, -1024), (0, 0), (1e18, 1), ("x", "y"), (None, None)):
-        bad = visitor.fill("fit", kv_fit_sequences=sequences, kv_fit_length=length)
+        bad = visitor.fill("fit", {"kv-fit-sequences": sequences, "kv-fit-length": length})
         shown = json.dumps(visitor.call("fit", *bad))
         assert "Fitted" not in shown and "Traceback" not in shown
     for handler in ("run_send", "fit"):  # past the queue
         direct = visitor.http.post(
             f"/gradio_api/run/{handler}",
-            json={"data": [], "fn_index": visitor.fns[handler], "session_hash": visitor.session},
+            json={"data": [], "fn_index": visitor.functions[handler], "session_hash": visitor.session},
         )
         assert direct.status_code >= 400
 
@@ -271,7 +260,7 @@ def test_a_flood_is_told_that_it_is_busy_and_the_page_answers(public: Any) -> No
         def send(number: int) -> None:
             crowd[number].call("ask_send", None, "hello")
             started = time.monotonic()
-            answers[number] = (crowd[number].call("run_send", None, *CHAT), time.monotonic() - started)
+            answers[number] = (crowd[number].run(), time.monotonic() - started)
 
         threads = [threading.Thread(target=send, args=(n,)) for n in range(8)]
         for thread in threads:
@@ -286,19 +275,19 @@ def test_a_flood_is_told_that_it_is_busy_and_the_page_answers(public: Any) -> No
         assert crowd[0].http.get("/").status_code == 200
         waiting = set(range(8)) - set(answers)
         until = time.monotonic() + 30
-        while time.monotonic() < until and not all("in the queue" in "".join(crowd[n].said) for n in waiting):
+        while time.monotonic() < until and not all("in the queue" in crowd[n].said for n in waiting):
             time.sleep(0.05)
-        assert all("in the queue" in "".join(crowd[n].said) for n in waiting)  # the place is shown
+        assert all("in the queue" in crowd[n].said for n in waiting)  # the place is shown
     for thread in threads:
         thread.join(60)
-    assert all("kv-by-small" in "".join(crowd[n].said) for n in waiting)  # nothing of the admitted was lost
+    assert all("kv-by-small" in crowd[n].said for n in waiting)  # nothing of the admitted was lost
     for each in crowd:
         each.http.close()
 
 
 def test_a_dropped_connection_ends_the_work(public: Any, visitor: Visitor) -> None:
     visitor.call("ask_send", None, "tell me everything")
-    visitor.join("run_send", None, *CHAT[:3], 1024, *CHAT[4:])
+    visitor.join("run_send", *visitor.fill("run_send", {TOKENS: 1024}))
     with visitor.http.stream(
         "GET", "/gradio_api/queue/data", params={"session_hash": visitor.session}
     ) as stream:

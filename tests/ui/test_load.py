@@ -1,0 +1,49 @@
+"""The load script in small, on tiny models: nothing lost, nothing mixed up, nothing left running."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gradio import networking
+
+from tests.load.load import cancels, crowd, sessions
+from tests.load.soak import canary
+from tests.ui.conftest import free_port
+from workbench.ui import Settings, build, launch_options
+
+
+@pytest.fixture(scope="module")
+def small(tiny: Any, home: Path) -> Iterator[SimpleNamespace]:
+    """The page on the tiny pair with a queue of ten."""
+    settings = Settings(port=free_port(), queue_size=10)
+    demo = build(settings, tiny)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(networking, "url_ok", lambda url: True)  # gives a busy machine three seconds only
+        _, url, _ = demo.launch(prevent_thread_lock=True, **launch_options(settings))
+    yield SimpleNamespace(url=url, engine=demo.engine)
+    demo.close()
+
+
+def test_sessions_at_once_equal_sessions_alone(small: Any) -> None:
+    args = argparse.Namespace(turns=3, tokens=8, solo=2, levels=[3])
+    found = sessions(small, args)
+    assert found["ok"], found
+    assert found["levels"]["3"]["compared"] == 2 and not found["levels"]["3"]["errors"]
+
+
+def test_a_crowd_is_served_or_told(small: Any) -> None:
+    found = crowd(small, argparse.Namespace(crowd=13, tokens=40, queue=10))
+    assert found["ok"], found
+
+
+def test_stops_and_drops_leave_the_others_exact(small: Any) -> None:
+    found = cancels(small, argparse.Namespace(cancels=10, topics=2, tokens=8))
+    assert found["exact"] == found["exact_of"] == 5 and found["dropped"] >= 3 and found["stopped"] == 1, found
+    assert not found["errors"], found
+    assert canary(small.url) == canary(small.url) != []
+    assert not small.engine.lane.busy and not small.engine.lane.waiting
