@@ -226,7 +226,7 @@ def test_values_around_the_page_are_refused_and_the_next_message_works(
     assert "kv-by-small" in visitor.said and "Traceback" not in visitor.said and str(ROOT) not in visitor.said
 
 
-def test_neither_free_names_nor_files_nor_large_fits(public: Any, visitor: Visitor) -> None:
+def test_neither_free_names_nor_files_nor_large_fits(public: Any, visitor: Visitor, home: Path) -> None:
     typed = "(two models of my own)"
 
     def refused(answer: Any) -> bool:
@@ -243,6 +243,9 @@ def test_neither_free_names_nor_files_nor_large_fits(public: Any, visitor: Visit
         bad = visitor.fill("fit", {"kv-fit-sequences": sequences, "kv-fit-length": length})
         shown = json.dumps(visitor.call("fit", *bad))
         assert "Fitted" not in shown and "Traceback" not in shown
+    small = visitor.fill("fit", {"kv-fit-pair": "tiny", "kv-fit-sequences": 8, "kv-fit-length": 64})
+    done = json.dumps(visitor.call("fit", *small)) + visitor.said
+    assert "not kept" in done and not list(home.rglob("*.safetensors"))  # nobody changes what others use
     for handler in ("run_send", "fit"):  # past the queue
         direct = visitor.http.post(
             f"/gradio_api/run/{handler}",

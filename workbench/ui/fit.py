@@ -82,7 +82,12 @@ class FitTab:
                         elem_id="kv-fit-sequences",
                     )
                     self.length = gr.Slider(
-                        64, 1024, 256, step=64, label="Tokens a sequence", elem_id="kv-fit-length"
+                        64,
+                        1024,
+                        192 if public else 256,
+                        step=64,
+                        label="Tokens a sequence",
+                        elem_id="kv-fit-length",
                     )
                     with gr.Accordion("More", open=False):
                         with gr.Row():
@@ -398,10 +403,10 @@ class FitTab:
                         host, gate, report = item.result
                         for kind in ("heads", "latency", "quality", "compare"):
                             visit.results.pop((host.pair.name, direction, kind), None)
+                        done = "Fitted and checked, but not kept, as this page is public:"
+                        done = done if settings.public else "Fitted, checked and saved for"
                         yield {
-                            self.status: notice(
-                                f"Fitted, checked and saved for {host.pair.title}, {ARROWS[direction]}."
-                            ),
+                            self.status: notice(f"{done} {host.pair.title}, {ARROWS[direction]}."),
                             self.report: report_view(gate, report),
                         }
                     elif isinstance(item.error, Cancelled):

@@ -45,7 +45,9 @@ def fit_and_save(
     post: Callable[[Any], None],
     should_stop: StopFlag,
 ) -> Any:
-    """Fits one direction of a pair and saves the mapper with the visitor's others.
+    """Fits one direction of a pair and saves the mapper for everybody who uses this machine.
+
+    On a public page nothing is saved: no stranger changes the mapper that all others use.
 
     Args:
         engine: models and their lane.
@@ -79,7 +81,9 @@ def fit_and_save(
 
     host = engine.host_for(ref)
     out = own_artefact_folder(ref, direction)
-    check_writable(out)
+    keep = not engine.settings.public
+    if keep:
+        check_writable(out)
     post(("Reading the calibration text", 0.0))
     paths = [Path(name) for name in files]
     texts, name = calibration_texts(paths, options.sequences * options.length, should_stop)
@@ -104,10 +108,11 @@ def fit_and_save(
                 calibration=name,
                 progress=tell,
                 should_stop=should_stop,
-                state_file=out.parent / f".{out.name}.fit.safetensors",
-                resume=True,
+                state_file=out.parent / f".{out.name}.fit.safetensors" if keep else None,
+                resume=keep,
             )
-            tell(1.0, "Saving")
-            save(out, mapper, manifest)
-            host.forget_mapper(direction)
+            if keep:
+                tell(1.0, "Saving")
+                save(out, mapper, manifest)
+                host.forget_mapper(direction)
     return host, passed, report
