@@ -10,6 +10,7 @@ Quantised and bfloat16 files become bfloat16, files with float16 or float32 matr
 from __future__ import annotations
 
 from collections.abc import Callable
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ RECIPE_VERSION = 1
 def folder(gguf: Path, sha256: str) -> Path:
     """Where the checkpoint of a GGUF file is or will be."""
     return home() / "converted" / f"{gguf.stem[:60]}-{sha256[:16]}-r{RECIPE_VERSION}"
+
+
+def any_of(gguf: Path) -> bool:
+    """Whether some file of this name was converted before, so that it pays to hash this one."""
+    return any((home() / "converted").glob(f"{escape(gguf.stem[:60])}-*-r{RECIPE_VERSION}"))
 
 
 def is_present(gguf: Path, sha256: str) -> bool:

@@ -24,7 +24,7 @@ MOST_TEXTS = 4_000_000  # the largest vocabularies and their merges have about h
 MOST_KEYS = MOST_TENSORS = 100_000
 MOST_DIMENSIONS = 8
 LONGEST_NAME = 65_535
-SECONDS = 10.0
+SECONDS, MOST_SECONDS, TEXT_SECONDS = 10.0, 90.0, 5e-5
 
 
 class _Damaged(Exception):
@@ -35,7 +35,7 @@ class _Walk:
     """A position in the file, and what may still follow."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at, self._texts = data, 0, 0
+        self._data, self._at, self.texts = data, 0, 0
 
     @property
     def left(self) -> int:
@@ -52,9 +52,9 @@ class _Walk:
         return int(struct.unpack_from(code, self._data, start)[0])
 
     def text(self, longest: int | None = None) -> None:
-        self._texts += 1
+        self.texts += 1
         length = self.number("<Q")
-        if self._texts > MOST_TEXTS or (longest is not None and length > longest):
+        if self.texts > MOST_TEXTS or (longest is not None and length > longest):
             raise _Damaged("declares absurd sizes")
         self.skip(length)
 
@@ -92,17 +92,21 @@ def check_gguf(path: Path) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _check(path: Path, size: int, mtime_ns: int) -> None:
+    megabytes = MEMORY_MB + 2 * size // 1_000_000
     try:
-        ask("gguf", str(path), seconds=SECONDS, megabytes=MEMORY_MB + 2 * size // 1_000_000, patient=True)
+        texts = ask("gguf", str(path), seconds=SECONDS, megabytes=megabytes, patient=True)
+        # The reader makes an object of every token and merge: a third of a million of them are ten honest seconds.
+        seconds = min(MOST_SECONDS, SECONDS + texts * TEXT_SECONDS)
+        ask("gguf_read", str(path), seconds=seconds, megabytes=megabytes, patient=True)
     except (ChildError, ChildLimitError) as why:
         raise InputError(f"{path.name} cannot be read as a GGUF file: it {why}.") from None
 
 
 def parse(path: Path) -> int:
-    """Walk over keys and tensor descriptions, then let the reader parse them: for the child.
+    """Walk over keys and tensor descriptions: for the child.
 
     Returns:
-        How many tensors there are.
+        How many texts there are.
 
     Raises:
         _Damaged: what is wrong.
@@ -111,7 +115,20 @@ def parse(path: Path) -> int:
         if file.read(4) != b"GGUF":
             raise _Damaged("does not begin like one")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _walk(_Walk(data), len(data))
+            walk = _Walk(data)
+            _walk(walk, len(data))
+            return walk.texts
+
+
+def read(path: Path) -> int:
+    """Let the reader that transformers uses parse the head: for the child.
+
+    Returns:
+        How many tensors there are.
+
+    Raises:
+        _Damaged: it does not get along with the file.
+    """
     from gguf import GGUFReader
 
     try:

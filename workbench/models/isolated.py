@@ -5,7 +5,7 @@ template can loop. A child works on them with a limit on its memory, no right to
 process's environment; whoever waits gives up after some seconds and ends it. So neither can hang the page or
 fill the machine.
 
-    ask("gguf", path, seconds=10)                      walk over the head, then let the reader parse it
+    ask("gguf", path, seconds=10)                      walk over the head; "gguf_read" lets the reader parse it
     ask("template", template, variables, seconds=2)    the rendered text
 
 The same file is the child's program: it imports nothing heavy, and answers one JSON line for each that it reads.
@@ -144,7 +144,7 @@ def ask(what: str, *arguments: Any, seconds: float, megabytes: int = MEMORY_MB, 
     """Lets the child do something.
 
     Args:
-        what: "gguf" or "template".
+        what: "gguf", "gguf_read" or "template".
         arguments: plain JSON types.
         seconds: then it is ended.
         megabytes: most memory.
@@ -189,10 +189,10 @@ def _limit(megabytes: int) -> None:
 
 
 def _answer(what: str, *arguments: Any) -> Any:
-    if what == "gguf":
-        from workbench.models.gguf_check import parse
+    if what.startswith("gguf"):
+        from workbench.models import gguf_check
 
-        return parse(Path(arguments[0]))
+        return (gguf_check.parse if what == "gguf" else gguf_check.read)(Path(arguments[0]))
     from workbench.models.template_child import render
 
     return render(*arguments)

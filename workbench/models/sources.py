@@ -160,14 +160,17 @@ def _gguf(path: Path, progress: Progress | None, config_only: bool) -> Source:
     from workbench.models import converted
 
     plain_file(path)
-    check_gguf(path)
-    if config_only:
-        return Source(
-            str(path.parent), path.stem, "config only", {"gguf_file": path.name, "local_files_only": True}
-        )
-    sha256 = sha256_of_file(path)
+    sha256 = sha256_of_file(path) if not config_only or converted.any_of(path) else ""
+    if not (
+        sha256 and converted.is_present(path, sha256)
+    ):  # else the same bytes were checked when it was built
+        check_gguf(path)
+        if config_only:
+            arguments = {"gguf_file": path.name, "local_files_only": True}
+            return Source(str(path.parent), path.stem, "config only", arguments)
     folder = converted.ensure(path, sha256, progress)
-    return Source(str(folder), path.stem, f"sha256:{sha256}", {"local_files_only": True})
+    revision = "config only" if config_only else f"sha256:{sha256}"
+    return Source(str(folder), path.stem, revision, {"local_files_only": True})
 
 
 def check_code(config: Any, name: str) -> None:
