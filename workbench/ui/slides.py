@@ -237,6 +237,10 @@ def savings(run: Run) -> str:
     rows = bar("Whole handoff", parts, scale, ms(longest.handoff_ms)) + bar(
         "True prefill", [("true prefill", longest.prefill_ms, "prefill")], scale, ms(longest.prefill_ms)
     )
+    legend = "".join(
+        f'<li><i class="kv-key kv-seg-{cls}" aria-hidden="true"></i>{esc(name)} {ms(value)}</li>'
+        for name, value, cls in parts
+    )
     ratios = "".join(
         f'<div class="kv-stat"><b>{cell.ratio:.1f}×</b><span>{number(cell.tokens)} tokens</span></div>'
         for cell in bench.cells
@@ -252,7 +256,8 @@ def savings(run: Run) -> str:
     pays = "" if even is None else f" It pays from about {number(int(even))} tokens on." if even else ""
     return (
         f"<h2><b>{longest.ratio:.1f} times</b> faster at {number(longest.tokens)} tokens, everything counted.</h2>"
-        f'<div class="kv-bars kv-slide-wide">{rows}</div><div class="kv-stats kv-slide-wide">{ratios}</div>'
+        f'<div class="kv-bars kv-slide-wide">{rows}</div><ul class="kv-legend">{legend}</ul>'
+        f'<div class="kv-stats kv-slide-wide">{ratios}</div>'
         f"<p>The handoff counts {term('anchors')}, mapping, {term('hold-back')} and the first logits.{pays}</p>{kept}"
         f"{provenance(bench)}"
     )
