@@ -47,5 +47,10 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         "calibrate when the large model takes over from an unsure small one",
     ),
     "drift": ("workbench.commands.drift", True, "measure what repeated handoffs add, turn by turn"),
+    "harness": (
+        "workbench.commands.harness",
+        True,
+        "tasks of a hub or of your own, through lm-evaluation-harness",
+    ),
     "family": ("workbench.commands.family", False, "build the small embedded model again from the large one"),
 }

@@ -23,6 +23,7 @@ import torch
 from transformers import Cache
 
 from workbench.chat.handoff import hand_over
+from workbench.errors import InputError
 from workbench.kv.cache import copy, length, new_cache, truncate
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
@@ -98,32 +99,53 @@ class ArmCaches:
             wrong_ids: another document.
             wrong: the source's cache of that.
         """
-        n, h = len(ids), min(self.hold_back, len(ids) - 1)
-        yield "native", self.target, self._native(ids[:-1])
-        yield "mapped", self.target, self._handed(ids, own, self.mapper, self.anchors, h)
-        if self.recipe is not None:
-            yield (
-                "recipe",
-                self.target,
-                self._handed(ids, own, self.recipe.mapper, self.recipe.anchors, self.recipe.hold_back),
-            )
-        if self.identity is not None:
-            yield "identity", self.target, self._handed(ids, own, self.identity, self.anchors, h)
-        m = min(length(wrong), n - h)
-        other = copy(wrong)
-        truncate(other, m)
-        mixed = (*wrong_ids[:m], *ids[n - h :])
-        yield "wrong_document", self.target, self._handed(mixed, other, self.mapper, self.anchors, h)
-        yield "zero", self.target, self._zeros(ids, n - h)
-        if h > 1:
-            yield "held_back_only", self.target, self._native(ids[n - h : -1])
-        yield "no_context", self.target, new_cache(self.target.spec.layers)
-        truncate(own, n - 1)
-        yield "source", self.source, own
+        for name in self.names():
+            if name != "held_back_only" or min(self.hold_back, len(ids) - 1) > 1:
+                yield name, *self.make(name, ids, own, wrong_ids, wrong)
+
+    def names(self) -> list[str]:
+        """All arms that can be had, the source last, since its cache is cut for it."""
+        extra = [("recipe", self.recipe), ("identity", self.identity)]
+        return [
+            "native", "mapped", *(name for name, there in extra if there is not None), "wrong_document", "zero",
+            *(["held_back_only"] if self.hold_back > 1 else []), "no_context", "source",
+        ]  # fmt: skip
+
+    def make(
+        self, name: str, ids: Sequence[int], own: Cache, wrong_ids: Sequence[int], wrong: Cache
+    ) -> tuple[LoadedModel, Cache]:
+        """One arm's model and cache; arguments as for `caches`."""
+        n, h = len(ids), max(1, min(self.hold_back, len(ids) - 1))
+        if name == "source":
+            truncate(own, n - 1)
+            return self.source, own
+        if name == "native":
+            cache = self._native(ids[:-1])
+        elif name == "mapped":
+            cache = self._handed(ids, own, self.mapper, self.anchors, h)
+        elif name == "recipe" and self.recipe is not None:
+            cache = self._handed(ids, own, self.recipe.mapper, self.recipe.anchors, self.recipe.hold_back)
+        elif name == "identity" and self.identity is not None:
+            cache = self._handed(ids, own, self.identity, self.anchors, h)
+        elif name == "wrong_document":
+            m = min(length(wrong), n - h)
+            other = copy(wrong)
+            truncate(other, m)
+            cache = self._handed((*wrong_ids[:m], *ids[n - h :]), other, self.mapper, self.anchors, h)
+        elif name == "zero":
+            cache = self._zeros(ids, n - h)
+        elif name == "held_back_only":
+            cache = self._native(ids[n - h : -1])
+        elif name == "no_context":
+            cache = new_cache(self.target.spec.layers)
+        else:
+            raise InputError(f"There is no arm {name[:40]!r} here.", f"There are: {', '.join(self.names())}.")
+        return self.target, cache
 
     def _native(self, ids: Sequence[int]) -> Cache:
         cache = new_cache(self.target.spec.layers, len(ids))
-        forward(self.target.model, ids, cache, keep=0)
+        if ids:
+            forward(self.target.model, ids, cache, keep=0)
         return cache
 
     def _handed(

@@ -30,7 +30,7 @@ from workbench.lab.corpus import TEXT_FOLDER, Document, documents, encode
 from workbench.lab.provenance import text_hash
 from workbench.lab.results.tasks import TASKS
 
-CONTEXT, SENTENCE, FOLLOWING = 112, 12, 32  # tokens of a passage, of a candidate sentence, of following text
+CONTEXT, SENTENCE, FOLLOWING = 112, 12, 28  # tokens of a passage, of a candidate sentence, of following text
 TALK = 80  # tokens of small talk between the telling and the switch
 DEFAULT_ITEMS = 300
 
@@ -193,26 +193,31 @@ def _passages(
     start = _start(tokenizer)
     following = [plain_ids(tokenizer, " " + place.after)[:FOLLOWING] for place in cut]
     counts = dict.fromkeys(names, 0)
-    found = []
+    whole, partial = [], []
     for i, place in enumerate(cut):
-        if all(count >= limit for count in counts.values()):
+        if len(whole) >= limit:
             break
-        questions = []
         ids = plain_ids(tokenizer, place.before)[-CONTEXT:]
+        questions = []
         for name in names:
-            question = None
-            if counts[name] < limit:
-                if name == "next_sentence":
-                    question = _next_sentence(cut, following, i, rng)
-                elif name == "last_word":
-                    question = _last_word(tokenizer, ids, following[i], rng)
-                else:
-                    question = Question(name, (), (following[i],))
+            if name == "next_sentence":
+                question = _next_sentence(cut, following, i, rng)
+            elif name == "last_word":
+                question = _last_word(tokenizer, ids, following[i], rng)
+            else:
+                question = Question(name, (), (following[i],))
             if question is not None:
-                counts[name] += 1
                 questions.append(question)
-        if questions:
-            found.append(Context(place.document, (*start, *ids), tuple(questions)))
+        # A context that serves all tasks costs as much as one that serves one, so those come first.
+        of = whole if len(questions) == len(names) else partial
+        of.append((place.document, (*start, *ids), questions))
+    found = []
+    for document, ids, questions in [*whole, *partial]:
+        kept = [question for question in questions if counts[question.task] < limit]
+        for question in kept:
+            counts[question.task] += 1
+        if kept:
+            found.append(Context(document, ids, tuple(kept)))
     return found
 
 

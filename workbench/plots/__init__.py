@@ -10,9 +10,19 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from workbench.lab.results import Comparison, Evaluation, HeadMaps, HeadPatches, LatencyBench, MapperTable
+from workbench.lab.results import (
+    Comparison,
+    Drift,
+    Evaluation,
+    HeadMaps,
+    HeadPatches,
+    LatencyBench,
+    MapperTable,
+    TaskScores,
+)
 from workbench.plots.account import account, describe_account
 from workbench.plots.comparison import comparison, describe_comparison
+from workbench.plots.drift import describe_drift, drift
 from workbench.plots.head_detail import directions, one_head, positions
 from workbench.plots.heads import describe_heads, heads
 from workbench.plots.latency import describe_latency, describe_parts, latency, latency_parts
@@ -20,6 +30,7 @@ from workbench.plots.mappers import describe_mappers, mappers
 from workbench.plots.patch import correlation, describe_patch, repair
 from workbench.plots.quality import describe_quality, quality
 from workbench.plots.style import GRID, TEXT, safe
+from workbench.plots.tasks import describe_tasks, tasks
 
 __all__ = [
     "GRID",
@@ -30,6 +41,7 @@ __all__ = [
     "describe",
     "describe_parts",
     "directions",
+    "drift",
     "figure",
     "heads",
     "latency",
@@ -40,6 +52,7 @@ __all__ = [
     "quality",
     "repair",
     "safe",
+    "tasks",
 ]
 
 
@@ -52,6 +65,8 @@ def figure(result: Any, **options: Any) -> go.Figure:
         Evaluation: quality,
         HeadPatches: repair,
         MapperTable: mappers,
+        Drift: drift,
+        TaskScores: tasks,
     }
     return draw.get(type(result), account)(result, **options)  # type: ignore[operator]
 
@@ -71,6 +86,8 @@ def describe(result: Any, metric: str | None = None) -> str:
         Evaluation: describe_quality,
         HeadPatches: describe_patch,
         MapperTable: describe_mappers,
+        Drift: describe_drift,
+        TaskScores: describe_tasks,
     }
     if type(result) in tell:
         return tell[type(result)](result)

@@ -46,6 +46,14 @@ class QualityTab:
                     label="Passages to measure on",
                     info="256 tokens of context, 64 to predict",
                 )
+                self.items = gr.Slider(
+                    0,
+                    300,
+                    0,
+                    step=4,
+                    label="Items a task",
+                    info="Five tasks, all controls. 0: likelihoods only. The saved figures have 300.",
+                )
                 self.grid = gr.Checkbox(
                     False,
                     label="Settings grid too",
@@ -57,14 +65,26 @@ class QualityTab:
                     "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-quality-stop"
                 )
             self.status = html("", elem_id="kv-quality-status")
+            self.task_lead = html("", elem_id="kv-quality-tasks-lead")
+            self.task_figure = gr.Plot(show_label=False, visible=False, elem_id="kv-quality-tasks-figure")
+            self.tasks = html("", elem_id="kv-quality-tasks")
             self.lead = html("", elem_id="kv-quality-lead")
             self.figure = gr.Plot(show_label=False, visible=False, elem_id="kv-quality-figure")
             self.origin = html("", elem_id="kv-quality-origin")
             figure_export(self.engine, "quality").build(key, [self.direction])
             self.arms = html("", elem_id="kv-quality-arms")
             self.settings = html("", elem_id="kv-quality-settings")
+            self.drift_lead = html("", elem_id="kv-quality-drift-lead")
+            self.drift_figure = gr.Plot(show_label=False, visible=False, elem_id="kv-quality-drift-figure")
+            self.drift_table = html("", elem_id="kv-quality-drift")
+            self.curve_lead = html("", elem_id="kv-quality-curve-lead")
+            self.curve_figure = gr.Plot(show_label=False, visible=False, elem_id="kv-quality-curve-figure")
         api = {"api_visibility": self.engine.settings.api_visibility}
-        shown = [self.lead, self.figure, self.origin, self.arms, self.settings, self.status]
+        shown = [
+            self.task_lead, self.task_figure, self.tasks, self.lead, self.figure, self.origin, self.arms,
+            self.settings, self.drift_lead, self.drift_figure, self.drift_table, self.curve_lead, self.curve_figure,
+            self.status,
+        ]  # fmt: skip
         for event in (tab.select, self.direction.change):
             event(self.open, [key, self.direction], shown, api_name="open_quality", **QUICK, **api)
         wire_job(
@@ -74,7 +94,7 @@ class QualityTab:
             self.stop,
             self.status,
             self.measure,
-            [key, self.direction, self.passages, self.grid],
+            [key, self.direction, self.passages, self.grid, self.items],
             shown,
             "measure_quality",
         )
@@ -85,26 +105,52 @@ class QualityTab:
         result, why = saved(self.engine, key, direction, "quality")
         if result is None:
             empty = {
+                self.task_lead: "",
+                self.task_figure: gr.update(visible=False),
+                self.tasks: "",
                 self.lead: "",
                 self.figure: gr.update(visible=False),
                 self.origin: "",
                 self.arms: "",
                 self.settings: "",
             }
-            return {**empty, self.status: notice(why)}
-        return {**self.show(result), self.status: ""}
+            return {**empty, **self.beside(key, direction), self.status: notice(why)}
+        return {**self.show(result), **self.beside(key, direction), self.status: ""}
+
+    def beside(self, key: str | None, direction: str) -> dict[Any, Any]:
+        """The saved drift and the saved comparison of mappers, where there are any."""
+        from workbench import plots
+
+        found: dict[Any, Any] = {}
+        for kind, lead_at, figure_at in (
+            ("drift", self.drift_lead, self.drift_figure),
+            ("mappers", self.curve_lead, self.curve_figure),
+        ):
+            result, _ = saved(self.engine, key, direction, kind)
+            if result is None:
+                found |= {lead_at: "", figure_at: gr.update(visible=False)}
+            else:
+                title = (
+                    "Changing models again and again"
+                    if kind == "drift"
+                    else "Anchors, hold-back and other mappers"
+                )
+                found |= {
+                    lead_at: f'<h2 class="kv-section">{title}</h2><p class="kv-sr">{esc(plots.describe(result))}</p>'
+                    f"{provenance(result)}",
+                    figure_at: gr.update(value=plots.figure(result), visible=True),
+                }
+        result, _ = saved(self.engine, key, direction, "drift")
+        found[self.drift_table] = "" if result is None else drift_view(result)
+        return found
 
     def measure(
-        self, key: str | None, direction: str, passages: float, grid: bool
+        self, key: str | None, direction: str, passages: float, grid: bool, items: float = 0
     ) -> Generator[dict[Any, Any], None, None]:
         """Evaluates here, with progress."""
 
         def start(host: Any, should_stop: Any) -> Iterator[Any]:
-            from workbench.lab.retention import stream
-
-            return stream(
-                host, direction, limit=int(passages), settings=GRID if grid else None, should_stop=should_stop
-            )
+            return evaluation(host, direction, int(passages), GRID if grid else None, int(items), should_stop)
 
         for status, result, finished in measure(self.engine, key, direction, "quality", start):
             if result is not None and finished:
@@ -116,13 +162,136 @@ class QualityTab:
         """Figure, sentence, tables, origin."""
         from workbench import plots
 
+        scores = result.scores
         return {
+            self.task_lead: task_lead(scores) if scores is not None else "",
+            self.task_figure: gr.update(visible=False)
+            if scores is None
+            else gr.update(value=plots.tasks(scores), visible=True),
+            self.tasks: tasks_view(scores) if scores is not None else "",
             self.lead: lead(result),
             self.figure: gr.update(value=plots.quality(result), visible=True),
             self.origin: f'<p class="kv-sr">{esc(plots.describe(result))}</p>{provenance(result)}',
             self.arms: arms_view(result),
             self.settings: settings_view(result),
         }
+
+
+def evaluation(
+    host: Any, direction: str, passages: int, settings: Any, items: int, should_stop: Any
+) -> Iterator[Any]:
+    """Likelihoods, then tasks where items are asked for; one `Evaluation` at the end."""
+    from dataclasses import replace
+
+    from workbench.lab import retention, scores
+    from workbench.lab.results import Evaluation, Step, TaskScores
+
+    share, found = (0.3 if items else 1.0), None
+    for item in retention.stream(host, direction, limit=passages, settings=settings, should_stop=should_stop):
+        if isinstance(item, Evaluation):
+            found = item
+        else:
+            yield Step(share * item.fraction, item.text)
+    if items and found is not None:
+        main = found.settings[0]
+        for item in scores.stream(
+            host, direction, None, max(2, items), 0, main.anchors, main.hold_back, should_stop=should_stop
+        ):
+            if isinstance(item, TaskScores):
+                found = replace(found, scores=item)
+            else:
+                yield Step(share + (1 - share) * item.fraction, item.text)
+    yield found
+
+
+def task_lead(scores: Any) -> str:
+    """The worst task first, the source's own score beside it; the mean never alone."""
+    from workbench.lab.results import TASKS
+
+    if scores.worst is None:
+        text = (
+            "No task is informative here: the target does as well without the context, so nothing can be said about "
+            "what mapping keeps."
+        )
+        return f'<h2 class="kv-section">Does it still do the task?</h2><p class="kv-lead">{text}</p>'
+    worst = scores.tasks[scores.worst]
+    arms = worst.arms
+    text = (
+        f"The worst task is <b>{esc(TASKS[scores.worst].title.lower())}</b>: on the mapped cache the target keeps "
+        f"<b>{worst.retention.value:.0%}</b> of its accuracy ({arms['mapped'].accuracy.value:.0%} against "
+        f"{arms['native'].accuracy.value:.0%}; the source alone {arms['source'].accuracy.value:.0%}, guessing "
+        f"{worst.chance:.0%}). Over the {len(scores.informative)} tasks in which the context matters the mean is "
+        f"<b>{scores.mean_retention:.0%}</b>."
+    )
+    return f'<h2 class="kv-section">Does it still do the task?</h2><p class="kv-lead">{text}</p>'
+
+
+def tasks_view(scores: Any) -> str:
+    """Accuracies with intervals, what is kept, and where mapped differs from an arm beyond chance."""
+    from workbench.lab.results import ARMS, TASKS
+
+    arms = [arm for arm in ARMS if any(arm in task.arms for task in scores.tasks.values())]
+    rows = []
+    for name, task in scores.tasks.items():
+        note = "" if task.informative else "<br><b>uninformative</b>: the context does not matter"
+        kind = TASKS.get(name)
+        cells = []
+        for arm in arms:
+            if arm not in task.arms:
+                cells.append("–")
+                continue
+            p = task.p_value.get(arm)
+            mark = "" if p is None or p >= 0.05 else f"<br><span class='kv-note'>p {number(p)}</span>"
+            cells.append(interval(task.arms[arm].accuracy, 2) + mark)
+        rows.append(
+            (
+                f"<b>{esc(kind.title if kind else name)}</b><br><span class='kv-note'>"
+                f"{esc(kind.asks if kind else '')}; {task.n} items</span>{note}",
+                *cells,
+                number(task.chance, 2),
+                interval(task.retention, 2),
+                number(task.retention_floor.value, 2),
+                "–" if task.source_gap is None else interval(task.source_gap, 2),
+            )
+        )
+    head = [
+        "Task", *(esc(arm.replace("_", " ")) for arm in arms), term("chance"), term("retention"),
+        term("retention floor"), "gap to source",
+    ]  # fmt: skip
+    caption = (
+        f"Accuracy with its 95 % interval, the same items for every arm; {scores.anchors} {term('anchors')}, "
+        f"{scores.hold_back} held back. p: exact McNemar test against the mapped arm, where below .05. Gap to source: "
+        "the share of what changing models wins that the mapped cache keeps."
+    )
+    absent = "".join(
+        f"<li>{esc(arm.replace('_', ' '))}: {esc(why)}</li>" for arm, why in scores.absent.items()
+    )
+    return (
+        table(head, rows, caption)
+        + (f'<ul class="kv-note">{absent}</ul>' if absent else "")
+        + provenance(scores)
+    )
+
+
+def drift_view(result: Any) -> str:
+    """The recommendation, and a row a handoff."""
+    rows = [
+        (
+            f"{turn.n}, to {turn.side}",
+            number(int(turn.tokens)),
+            number(int(turn.new)),
+            interval(turn.kl),
+            number(turn.kl_once.value),
+            number(turn.top1.value, 2),
+            f"{number(turn.recall.value, 2)} / {number(turn.recall_never.value, 2)}",
+        )
+        for turn in result.turns
+    ]
+    head = [
+        "Handoff", "context", term("mapped"), term("KL"), "KL of one switch", term("top-1"), "recall, mapped / never",
+    ]  # fmt: skip
+    caption = f"Means over {len(result.chats)} held-out conversations, against the same model reading everything itself."
+    return f'<p class="kv-lead">{esc(result.sentence())}</p>{table(head, rows, caption)}'
 
 
 def interval(figure: Any, digits: int = 3) -> str:
