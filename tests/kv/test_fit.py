@@ -137,7 +137,7 @@ def test_state_of_another_fit_is_not_used(twins, tmp_path):
         {"rank": 4, "top_k": None},
         {"mlp": 8},
         {"mlp": 8, "rank": 4, "features": "own"},
-        {"polish": 5, "rank": 0},
+        {"polish": -1},
     ],
 )
 def test_bad_options_are_refused(wrong):

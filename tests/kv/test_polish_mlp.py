@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import random_ids, tiny_model, tiny_tokenizer
-from tests.kv.test_mapper import filled, low_rank_mapper
+from tests.kv.test_mapper import filled, low_rank_mapper, random_mapper
 from workbench.chat.handoff import hand_over
 from workbench.errors import Cancelled
 from workbench.kv import polish
@@ -31,9 +31,13 @@ def pieces(pair, count, anchors=2):
     return [polish.record(*pair, random_ids(110, seed=seed), anchors) for seed in range(count)]
 
 
-def test_the_loss_is_the_kl_after_a_real_handoff(pair):
+@pytest.mark.parametrize("form", ["low rank", "full"])
+def test_the_loss_is_the_kl_after_a_real_handoff(pair, form):
     source, target = pair
-    mapper = replace(low_rank_mapper(source.model, target.model, hidden=4), anchors=2, hold_back=5)
+    made = low_rank_mapper(source.model, target.model, hidden=4)
+    if form == "full":
+        made = random_mapper(source.model, target.model)
+    mapper = replace(made, anchors=2, hold_back=5)
     ids, cut = random_ids(110), 58
     loss = polish._loss(mapper, target, polish.record(source, target, ids, 2), cut)
 

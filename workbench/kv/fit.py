@@ -60,7 +60,7 @@ class FitOptions:
         features: "own": keys from keys, values from values; "both": each from keys and values.
         rank: coordinates of the low-rank form (for keys and for values each with own features); 0: the full form.
         mlp: width of two hidden layers that add nonlinear coordinates, 0 for none; needs rank and both features.
-        polish: steps of gradient descent on the target's own KL after the closed form; needs rank.
+        polish: steps of gradient descent on the target's own KL after the closed form.
     """
 
     sequences: int = 96
@@ -109,8 +109,6 @@ class FitOptions:
             raise InputError(
                 "An MLP adds to a low-rank map that reads keys and values.", "Set a rank and both features."
             )
-        if self.polish and not self.rank:
-            raise InputError("Only a low-rank map can be polished.", "Set a rank.")
 
 
 @dataclass(frozen=True)

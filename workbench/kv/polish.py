@@ -1,4 +1,4 @@
-"""Polishing: a low-rank map, fitted in closed form, is taken a few hundred steps towards what it is for.
+"""Polishing: a map that was fitted in closed form is taken a few hundred steps towards what it is for.
 
 Ridge makes the caches alike; what counts is that the target goes on as it would have. So every step takes a piece of
 calibration text, cuts it somewhere, makes the target's cache of the first part as a switch does (anchors native, the rest
@@ -28,6 +28,7 @@ from transformers import DynamicCache
 from workbench.kv.cache import layer_tensors, new_cache
 from workbench.kv.forward import input_device
 from workbench.kv.mapper import KVMapper, head_by_head, side_by_side
+from workbench.kv.ridge import columns_of
 
 if TYPE_CHECKING:
     from workbench.kv.rope import Rotary
@@ -96,10 +97,10 @@ def polish(
     progress: Callable[[float, str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> Polished:
-    """Take a low-rank mapper `steps` steps down the target's own KL.
+    """Take a mapper `steps` steps down the target's own KL.
 
     Args:
-        mapper: float32, in the low-rank form; its anchors and hold_back are those of the handoff.
+        mapper: float32, of any form; its anchors and hold_back are those of the handoff.
         target: the model that is handed over to.
         pieces: to learn from.
         judged: others, to choose the best state by.
@@ -178,18 +179,12 @@ def _loss(mapper: KVMapper, target: LoadedModel, piece: Recording, cut: int) -> 
     device = input_device(target.model)
     stop = cut - mapper.hold_back
     mapped = slice(mapper.anchors, stop)
-    width = mapper.source.kv_width
-    columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in mapper.key_layers[0]])
-    value_columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in mapper.value_layers[0]])
-    z_keys, z_values = mapper.coordinates(
-        piece.keys[mapped][:, columns].float().to(device),
-        piece.values[mapped][:, value_columns].float().to(device),
-    )
+    read = _reader(mapper, piece.keys[mapped].float().to(device), piece.values[mapped].float().to(device))
     cos, sin = target.rotary.cos_sin(mapper.anchors, stop, device)
     heads, layers = target.spec.kv_heads, []
     for t, (first_k, first_v) in enumerate(piece.anchors):
-        k_pre = head_by_head(torch.addmm(mapper.key_bias[t], z_keys, mapper.key_weight[t]), heads)
-        v = head_by_head(torch.addmm(mapper.value_bias[t], z_values, mapper.value_weight[t]), heads)
+        k_pre = head_by_head(torch.addmm(mapper.key_bias[t], read("key", t), mapper.key_weight[t]), heads)
+        v = head_by_head(torch.addmm(mapper.value_bias[t], read("value", t), mapper.value_weight[t]), heads)
         turns = t not in target.rotary.unrotated
         k_rot = (turned(k_pre, cos, sin, target.rotary) if turns else k_pre).to(first_k.dtype)
         layers.append((torch.cat((first_k, k_rot), 2), torch.cat((first_v, v.to(first_v.dtype)), 2)))
@@ -201,6 +196,25 @@ def _loss(mapper: KVMapper, target: LoadedModel, piece: Recording, cut: int) -> 
         truth = head(piece.hidden[cut - 1 : cut + FOLLOWING - 1].to(hidden)).float().log_softmax(-1)
     guess = head(hidden).float().log_softmax(-1)
     return (truth.exp() * (truth - guess)).sum(-1).mean()
+
+
+def _reader(mapper: KVMapper, keys: Tensor, values: Tensor) -> Callable[[str, int], Tensor]:
+    """What a target layer's keys or values are made of, out of all source layers' (n, layers * kv_width)."""
+    width = mapper.source.kv_width
+    if mapper.reduce:
+        z = mapper.coordinates(
+            keys[:, columns_of(mapper.key_layers[0], width)],
+            values[:, columns_of(mapper.value_layers[0], width)],
+        )
+        return lambda kind, t: z[kind == "value"]
+    sides = {"key": keys, "value": values}
+
+    def read(kind: str, t: int) -> Tensor:
+        columns = columns_of((mapper.key_layers if kind == "key" else mapper.value_layers)[t], width)
+        kinds = tuple(sides) if mapper.features == "both" else (kind,)
+        return torch.cat([sides[of][:, columns] for of in kinds], dim=1)
+
+    return read
 
 
 def turned(k_pre: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> Tensor:
