@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gradio import networking
 
+from tests.load.client import Visitor
 from tests.load.load import cancels, crowd, sessions
 from tests.load.soak import canary
 from tests.ui.conftest import free_port
@@ -47,3 +48,23 @@ def test_stops_and_drops_leave_the_others_exact(small: Any) -> None:
     assert not found["errors"], found
     assert canary(small.url) == canary(small.url) != []
     assert not small.engine.lane.busy and not small.engine.lane.waiting
+
+
+def test_a_page_from_before_a_restart_is_told(tiny: Any, home: Path) -> None:
+    """The server is gone in the middle of a chat, and another one answers at its address."""
+    port, visitor = free_port(), None
+    for start in range(2):
+        settings = Settings(port=port)
+        demo = build(settings, tiny)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(networking, "url_ok", lambda url: True)
+            demo.launch(prevent_thread_lock=True, **launch_options(settings))
+        try:
+            visitor = visitor or Visitor(f"http://127.0.0.1:{port}/")
+            visitor.say(f"message {start}")
+            if start == 0:
+                assert len(visitor.texts()) == 2
+        finally:
+            demo.close()
+    assert "does not hold this chat any more" in visitor.status
+    assert visitor.texts()[0] == "message 0"  # what is on the screen stays

@@ -210,7 +210,7 @@ class ChatTab:
         """Notes a message to send, or an edited one."""
         old, (key, visit) = key, visit_of(self.engine, key)
         text = text or ""
-        if old and old != key:  # told once, with what is on the screen left as it is
+        if old != key and visit.notice:  # told once, with what is on the screen left as it is
             return self._refuse(key, visit, "")
         if visit.pending is not None or visit.busy:
             return self._refuse(key, visit, "The model is still at work. Press Stop to end it first.")

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from workbench.ui.settings import Settings
 
 COOKIE = "kv_visitor"
-SECRET = re.compile(r"[\w-]{32,64}")
+SECRET = re.compile(r"[\w-]{32,64}\.[0-9a-f]{8}")  # and the start of the server that made it
 SESSION = re.compile(r"[\w-]{1,64}")
 BOUND = 100_000  # sessions whose owner is remembered
 JSON_BYTES = 8_000_000  # a message of a million characters fits, so that it can be refused in words
@@ -108,10 +108,13 @@ class Guard:
             found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
         except CookieError:
             found = None
-        if found is not None and SECRET.fullmatch(found.value):
-            return hashlib.sha256(found.value.encode()).hexdigest(), None
+        secret = found.value if found is not None and SECRET.fullmatch(found.value) else ""
+        due = scope["path"] == "/" and not secret.endswith(f".{self.settings.run}")
+        new = f"{secrets.token_urlsafe(32)}.{self.settings.run}" if due else None
+        if secret:
+            return hashlib.sha256(secret.encode()).hexdigest(), new
         client = scope.get("client") or ("?",)
-        return f"address {client[0]}", secrets.token_urlsafe(32) if scope["path"] == "/" else None
+        return f"address {client[0]}", new
 
     def _bind(self, session: Any, owner: str) -> None:
         """The first request of a session says whose it is."""
@@ -176,6 +179,12 @@ class Guard:
             kind = "SameSite=None; Secure; Partitioned" if secure else "SameSite=Lax"
             extra.append(("set-cookie", f"{COOKIE}={cookie}; HttpOnly; Path=/; {kind}"))
         return [(name.encode(), value.encode()) for name, value in extra]
+
+
+def from_before(request: Any, settings: Settings) -> bool:
+    """Whether a request comes from a page that was loaded before this start of the server."""
+    secret = getattr(request, "cookies", {}).get(COOKIE, "")
+    return bool(SECRET.fullmatch(secret)) and not secret.endswith(f".{settings.run}")
 
 
 def _name(host: str) -> str:

@@ -12,6 +12,7 @@ from gradio.context import LocalContext
 
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.ui.engine import SIDES, Engine
+from workbench.ui.guard import from_before
 from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.markup import notice, progress
 from workbench.ui.session import Visit
@@ -29,8 +30,8 @@ def visit_of(engine: Engine, key: str | None) -> tuple[str, Visit]:
     """The visitor's own things; new ones when the server does not know the key (restarted, or dropped)."""
     visit = engine.visits.get(key)
     if visit is None:
-        lost = LOST if key else ""
         request = LocalContext.request.get(None)  # of the event that is being handled
+        lost = LOST if key or from_before(request, engine.settings) else ""
         key = engine.visits.open(getattr(request, "session_hash", None))
         visit = engine.visits.get(key)
         assert visit is not None

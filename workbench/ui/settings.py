@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 PUBLIC_JOB_SECONDS = 120.0
@@ -21,6 +23,7 @@ class Settings:
         host, port: Where the server listens.
         public: Served to strangers: no free model references, small calibration runs only, no token in reach.
         device_map, dtype, max_memory: Handed to the loader as they are.
+        by_side: What of these differs for `"small"` or `"large"`.
         queue_size: Events that may wait; the next one gets "busy" at once.
         max_chats: Chats kept on the server; the oldest idle one is dropped when one more is needed.
         max_cache_mb: Keys and values of all chats together; the longest unused ones are freed above it.
@@ -29,6 +32,7 @@ class Settings:
         max_job_seconds: Longest time that one job may hold the models; None for 120 on a public page, else endless.
         policy: Bars that a pair must reach to be mapped (`workbench.lab.approval.Policy`), None for no bars.
         debug: Log more.
+        run: Made anew at every start, so that a page from before a restart is recognised.
     """
 
     pair: str = "embedded"
@@ -41,6 +45,7 @@ class Settings:
     device_map: str = "auto"
     dtype: str = "auto"
     max_memory: str | None = None
+    by_side: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     queue_size: int = 16
     max_chats: int = 200
     max_cache_mb: int = 2_048
@@ -49,6 +54,7 @@ class Settings:
     max_job_seconds: float | None = None
     policy: Any = None
     debug: bool = False
+    run: str = field(default_factory=lambda: secrets.token_hex(4), compare=False)
 
     def __post_init__(self) -> None:
         if (self.source is None) != (self.target is None):
