@@ -59,7 +59,7 @@ def card(run: Run) -> str:
     when = f"Measured {esc(origin.measured[:10])} on {esc(origin.where)}" if origin else ""
     arrow = '<span aria-hidden="true">→</span><span class="kv-sr">to</span>'
     return (
-        f'<li class="kv-card"><h3>{side_badge(first)} {arrow} {side_badge(second)}</h3><p>{esc(run.title)}</p>'
+        f'<li class="kv-card"><h3>{side_badge(first)} {arrow} {side_badge(second)} <span>{esc(run.title)}</span></h3>'
         f'<ul>{figures}</ul><p class="kv-note">{when}</p>'
         f'<a href="?{esc(query)}">Look closer<span class="kv-sr"> at {esc(run.title)}, {first} to {second}</span>'
         "</a></li>"
