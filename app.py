@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 
+from workbench.commands.common import add_side_arguments, side_options
 from workbench.errors import InputError
 from workbench.ui import Settings, build, launch_options
+from workbench.ui.zero import on_zero_gpu, register
 
 
 def parse(arguments: list[str]) -> Settings:
@@ -40,6 +42,7 @@ def parse(arguments: list[str]) -> Settings:
     parser.add_argument("--device-map", default="auto", help="as for accelerate (default: auto)")
     parser.add_argument("--max-memory", help="for example cpu=4GiB,0=10GiB")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    add_side_arguments(parser)
     parser.add_argument("--queue", type=int, default=16, help="requests that may wait (default: 16)")
     parser.add_argument(
         "--policy", help="JSON file with bars; a pair that misses them is not mapped, or with a warning"
@@ -62,9 +65,10 @@ def parse(arguments: list[str]) -> Settings:
             host=args.host,
             port=args.port,
             public=args.public or bool(os.environ.get("SPACE_ID")),  # a Space is open to everybody
-            device_map=args.device_map,
+            device_map="cpu" if on_zero_gpu() else args.device_map,
             dtype=args.dtype,
             max_memory=args.max_memory,
+            by_side=side_options(args),
             queue_size=args.queue,
             policy=policy,
             debug=args.debug,
@@ -73,6 +77,7 @@ def parse(arguments: list[str]) -> Settings:
         parser.error(str(error))
 
 
+gpu = register()  # before anything imports torch
 settings = parse(sys.argv[1:] if __name__ == "__main__" else [])
 logging.basicConfig(
     level=logging.DEBUG if settings.debug else logging.INFO, format="%(asctime)s %(name)s %(message)s"

@@ -6,6 +6,7 @@ needs no import of torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -61,7 +62,8 @@ def main() -> int:
         return error.exit_status
     except KeyboardInterrupt:
         return 130
-    NOTE.write_text(json.dumps({"fingerprint": fingerprint(), "folders": folders}))
+    with contextlib.suppress(OSError):  # only a short cut: a Python that cannot be written looks again next time
+        NOTE.write_text(json.dumps({"fingerprint": fingerprint(), "folders": folders}))
     return 0
 
 

@@ -309,3 +309,32 @@ def test_a_gguf_head_that_holds_what_it_declares_passes(tmp_path: Path) -> None:
 def test_wrap_refuses_what_cannot_be_mapped() -> None:
     with pytest.raises(UnsupportedModelError, match="sliding"):
         wrap(tiny_model("mistral", sliding_window=8), tiny_tokenizer(), "mistral")
+
+
+def test_a_revision_becomes_a_commit_once_and_is_used_for_everything(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    import huggingface_hub
+
+    commit, asked, used = "0123456789abcdef" * 2 + "01234567", [], []
+
+    def metadata(url: str, **_: Any) -> Any:
+        asked.append(url)
+        return SimpleNamespace(commit_hash=commit)
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
+        real = getattr(loading, name)
+
+        def read(path: str, *_: Any, real: Any = real, revision: str, **options: Any) -> Any:
+            used.append((path, revision))
+            return real.from_pretrained(checkpoint, **options | {"local_files_only": True})
+
+        monkeypatch.setattr(loading, name, SimpleNamespace(from_pretrained=read))
+    loaded = load("owner/model@v1", dtype="float32", device_map="cpu")
+    assert loaded.identity.revision == commit
+    assert len(asked) == 1 and "v1" in asked[0]
+    assert used == [("owner/model", commit)] * 3

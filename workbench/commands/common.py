@@ -51,15 +51,20 @@ def add_common_arguments(parser: argparse.ArgumentParser, takes_pair: bool) -> N
         group.add_argument(
             "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)"
         )
-        for side in SIDES:
-            for option, what in (("device-map", "MAP"), ("max-memory", "LIMITS"), ("dtype", "DTYPE")):
-                group.add_argument(
-                    f"--{side}-{option}", metavar=what, help=f"the same for the {side} model alone"
-                )
+        add_side_arguments(group)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     group.add_argument("--debug", action="store_true", help="show tracebacks and warnings")
     group.add_argument("--threads", type=int, metavar="N", help="processor threads (default: all cores)")
+
+
+def add_side_arguments(group: Any) -> None:
+    """`--small-device-map` and so on, for a parser or a group of one; read by `side_options`."""
+    for side in SIDES:
+        for option, what in (("device-map", "MAP"), ("max-memory", "LIMITS"), ("dtype", "DTYPE")):
+            group.add_argument(
+                f"--{side}-{option}", metavar=what, help=f"--{option} for the {side} model alone"
+            )
 
 
 def prepare_environment(args: argparse.Namespace) -> None:

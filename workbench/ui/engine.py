@@ -117,7 +117,7 @@ class Engine:
         from workbench.models.pair import PairHost
 
         s = self.settings
-        return PairHost(ref, device_map=s.device_map, dtype=s.dtype, max_memory=s.max_memory)
+        return PairHost(ref, device_map=s.device_map, dtype=s.dtype, max_memory=s.max_memory, by_side=s.by_side)
 
     def warm_up(self) -> None:
         """Imports the heavy libraries in the background, once, after the first page has been sent."""
