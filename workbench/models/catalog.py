@@ -227,12 +227,13 @@ def pair_compatibility(ref: PairRef, *, fetch: bool = True) -> Compatibility:
             by_catalog = True
         except WorkbenchError as error:
             return Compatibility(False, str(error))
+    small, large = specs
     tokenizers = [None if by_catalog else read_tokenizer(ref.ref(side), fetch=fetch) for side in SIDES]
     compared = None not in tokenizers
     try:
-        check_pair(*specs)
+        check_pair(small, large)
         if compared:
             check_tokenizers(*tokenizers)
     except WorkbenchError as error:
-        return Compatibility(False, str(error), *specs, by_catalog, compared)
-    return Compatibility(True, "", *specs, by_catalog, compared)
+        return Compatibility(False, str(error), small, large, by_catalog, compared)
+    return Compatibility(True, "", small, large, by_catalog, compared)
