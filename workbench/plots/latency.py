@@ -64,13 +64,9 @@ def latency(bench: LatencyBench) -> go.Figure:
     )
     layout(fig, "", height=440)
     fig.update_layout(barmode="group", bargap=0.25)
-    fig.update_xaxes(title="context length, tokens", type="category")
+    pays = f"<br>pays from about {bench.break_even:,.0f} tokens on" if bench.break_even else ""
+    fig.update_xaxes(title=f"context length, tokens{pays}", type="category")
     fig.update_yaxes(title="milliseconds (log)", type="log", dtick=1, secondary_y=False)
-    if bench.break_even:
-        fig.add_annotation(
-            text=f"pays from about {bench.break_even:,.0f} tokens on, everything counted",
-            xref="paper", yref="paper", x=0, y=1.06, showarrow=False, font={"color": TEXT}, xanchor="left",
-        )  # fmt: skip
     top = max([cell.ratio for cell in bench.cells], default=1.0)
     right = {"range": [0, 1.25 * max(top, 1.0)], "tickmode": "auto", "showgrid": False}
     fig.update_yaxes(title="times faster", secondary_y=True, **right)

@@ -243,7 +243,7 @@ def published(result: Any) -> str:
     rows = [(f"published: {what}", mapping, prefill, times) for what, mapping, prefill, times in PUBLISHED]
     if result.cells:
         cell = result.cells[-1]
-        origin = f"ours, here or saved: {number(cell.tokens)} tokens"
+        origin = f"ours, {esc(result.provenance.origin)}: {number(cell.tokens)} tokens"
         faster = cell.prefill_ms / cell.map_ms
         rows.insert(0, (f"{origin}, mapping alone", ms(cell.map_ms), ms(cell.prefill_ms), f"{faster:.1f}×"))
         rows.insert(
