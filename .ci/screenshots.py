@@ -6,9 +6,11 @@ show is what was saved under precomputed/, so they are true as long as this was 
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ def main() -> int:
     if chromium is None:
         print("Chromium is needed: apt-get install -y chromium", file=sys.stderr)
         return 1
+    os.environ["KV_WORKBENCH_HOME"] = tempfile.mkdtemp()  # what is shipped, not what somebody fitted here
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         settings = Settings(port=int(probe.getsockname()[1]))
@@ -49,16 +52,12 @@ def main() -> int:
 
 def take(browser: Any, url: str) -> None:
     """One picture a view."""
-    for name, query, size, ready, dark in (
-        ("first", "", WIDE, ".kv-card", False),
-        ("first-dark", "", WIDE, ".kv-card", True),
-        ("heads", "?tab=heads", WIDE, ".kv-grid button", False),
-        ("latency", "?tab=latency", WIDE, "#kv-latency-figure .main-svg", False),
-        ("quality", "?tab=quality", WIDE, "#kv-quality-figure .main-svg", False),
-        ("side", "?tab=side", WIDE, "#kv-side-figure .main-svg", False),
-        ("present", "?view=present&step=6", STAGE, ".kv-slide:not([hidden])", False),
+    for name, query, size, ready in (
+        ("first", "", WIDE, ".kv-card"),
+        ("heads", "?tab=heads", WIDE, ".kv-grid button"),
+        ("present", "?view=present&step=6", STAGE, ".kv-slide:not([hidden])"),
     ):
-        context = browser.new_context(viewport=size, color_scheme="dark" if dark else "light")
+        context = browser.new_context(viewport=size, color_scheme="light")
         page = context.new_page()
         page.set_default_timeout(60_000)
         page.goto(f"{url}{query}")

@@ -81,7 +81,8 @@ document.addEventListener('kv-live', (event) => {
 
 const open = () => {
   if (!stage.open) stage.showModal();
-  document.documentElement.classList.add('kv-staged');
+  stage.focus(); // not the first button: the arrow keys are for the slides
+  document.documentElement.style.overflow = 'hidden';
   if (!all().length) counter.textContent = 'Collecting the results …';
   trigger('open', {});
 };
@@ -89,7 +90,7 @@ const open = () => {
 const close = () => {
   if (player) player.pause();
   if (waiting) { waiting = false; trigger('halt', {}); }
-  document.documentElement.classList.remove('kv-staged');
+  document.documentElement.style.overflow = '';
   if (document.fullscreenElement) document.exitFullscreen();
   address(false);
 };

@@ -23,7 +23,6 @@ document.addEventListener('click', (event) => {
   const button = event.target.closest('[data-replay]');
   if (!button || !props.value) return;
   panel.hidden = false;
-  document.documentElement.classList.add('kv-replaying');
   player.restart();
   player.play();
   panel.scrollIntoView({ block: 'nearest' });
@@ -36,7 +35,6 @@ panel.addEventListener('click', (event) => {
   if (what === 'restart') { player.restart(); player.play(); }
   if (what === 'close') {
     player.pause(); panel.hidden = true;
-    document.documentElement.classList.remove('kv-replaying');
     const opener = document.querySelector('[data-replay]');
     if (opener) opener.focus();
   }

@@ -25,7 +25,7 @@ QUESTION = "Explain to a curious child why the sky is blue."
 THEN = "And why is it red in the evening?"
 LIVE_TOKENS = 60
 TEMPLATE = (
-    '<dialog class="kv-stage" aria-label="Presentation"><div class="kv-stage-slides"></div>'
+    '<dialog class="kv-stage" tabindex="-1" aria-label="Presentation"><div class="kv-stage-slides"></div>'
     '<footer class="kv-stage-bar"><button type="button" class="kv-small-button" data-go="back" aria-label="Back">←'
     '</button><span class="kv-stage-step" role="status"></span><button type="button" class="kv-small-button" '
     'data-go="on" aria-label="On">→</button><span class="kv-stage-gap"></span><button type="button" '

@@ -64,7 +64,8 @@ def replay_value(recording: Any) -> dict[str, Any] | None:
                 "account": account_view(account, other, turn.side, saved, counted, exact),
             }
         rate = 1000 * turn.tokens / turn.ms if turn.ms else 0
-        facts = [f"{number(turn.tokens)} tokens", f"{rate:,.0f} tokens/s with reading"] if turn.tokens else []
+        word = "token" if turn.tokens == 1 else "tokens"
+        facts = [f"{number(turn.tokens)} {word}", f"{rate:,.0f} tokens/s with reading"] if turn.tokens else []
         items.append(
             {
                 "say": turn.say,
