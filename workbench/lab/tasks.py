@@ -4,7 +4,7 @@
 
     next_sentence      which of four sentences comes next? The others open other documents' passages.
     last_word          which of four words of the context ends the passage?
-    fact_recall        four facts stand in the context at four depths; which of their four values is asked for?
+    fact_recall        four facts of four kinds stand in the context at four depths; which of four values is one's?
     multi_turn_recall  the same in a chat: told to the source model, asked of the target after the switch
     following_text     the passage's next tokens: cross entropy, and how often the likeliest token is right
 
@@ -34,22 +34,64 @@ CONTEXT, SENTENCE, FOLLOWING = 112, 12, 28  # tokens of a passage, of a candidat
 TALK = 80  # tokens of small talk between the telling and the switch
 DEFAULT_ITEMS = 300
 
-_OWNERS = (
-    "gardener", "captain", "teacher", "baker", "doctor", "painter", "farmer", "lawyer", "pilot", "singer",
-    "miller", "judge", "nurse", "priest", "soldier", "writer",
-)  # fmt: skip
 _WORDS = (
-    "silver", "river", "window", "garden", "winter", "orange", "music", "paper", "mountain", "bridge", "summer",
-    "forest", "island", "market", "engine", "castle", "desert", "pencil", "mirror", "ocean", "copper", "planet",
-    "kitchen", "dragon",
-)  # fmt: skip
-_KIN = (
-    "brother", "sister", "dog", "cat", "teacher", "neighbor", "uncle", "horse", "cousin", "boss", "doctor", "aunt",
+    "silver", "river", "window", "garden", "winter", "music", "paper", "mountain", "bridge", "summer", "forest",
+    "island", "engine", "castle", "desert", "mirror", "ocean", "planet",
 )  # fmt: skip
 _NAMES = (
     "Peter", "Anna", "Max", "Lucy", "Tom", "Emma", "Jack", "Sarah", "David", "Maria", "Henry", "Alice", "Paul",
     "Julia", "Oscar", "Laura", "Simon", "Helen", "Martin", "Rose",
 )  # fmt: skip
+_CITIES = (
+    "Paris",
+    "London",
+    "Berlin",
+    "Rome",
+    "Boston",
+    "Chicago",
+    "Madrid",
+    "Vienna",
+    "Tokyo",
+    "Sydney",
+    "Dublin",
+)
+_COLOURS = ("red", "blue", "green", "yellow", "purple", "orange", "white", "black", "pink", "brown")
+_FOODS = ("rice", "bread", "fish", "cheese", "soup", "pasta", "chicken", "potatoes", "beans", "eggs")
+_JOBS = ("teacher", "doctor", "farmer", "pilot", "nurse", "baker", "lawyer", "painter", "singer", "driver")
+_ANIMALS = ("dog", "cat", "horse", "lion", "bear", "wolf", "elephant", "tiger", "rabbit", "snake")
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """What is told, and how it is asked for: in a text by its own beginning, in a chat by a question."""
+
+    told: str
+    answer: str
+    values: tuple[str, ...]
+    question: str = ""
+
+
+_PLANTED = (
+    _Fact("The secret word is {}.", "\n\nThe secret word is", _WORDS),
+    _Fact("The letter was written in {}.", "\n\nThe letter was written in", _CITIES),
+    _Fact("The old door was painted {}.", "\n\nThe old door was painted", _COLOURS),
+    _Fact("The golden key was given to {}.", "\n\nThe golden key was given to", _NAMES),
+    _Fact("The guests were served {}.", "\n\nThe guests were served", _FOODS),
+    _Fact("The animal in the cage was a {}.", "\n\nThe animal in the cage was a", _ANIMALS),
+)
+_TOLD = (
+    _Fact("My name is {}.", "Your name is", _NAMES, "What is my name?"),
+    _Fact("I live in {}.", "You live in", _CITIES, "Where do I live?"),
+    _Fact("My favorite color is {}.", "Your favorite color is", _COLOURS, "What is my favorite color?"),
+    _Fact("My favorite food is {}.", "Your favorite food is", _FOODS, "What is my favorite food?"),
+    _Fact("I work as a {}.", "You work as a", _JOBS, "What is my job?"),
+    _Fact(
+        "My favorite animal is the {}.",
+        "Your favorite animal is the",
+        _ANIMALS,
+        "What is my favorite animal?",
+    ),
+)
 _COMMON = frozenset({
     "this", "that", "these", "those", "with", "from", "they", "them", "their", "there", "then", "than", "were",
     "have", "been", "when", "what", "which", "will", "would", "could", "should", "shall", "such", "some",
@@ -289,21 +331,22 @@ def _facts(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
     for place in cut:
         if asked >= limit:
             break
-        owners, values = _drawn(_OWNERS, rng), _drawn(_WORDS, rng)
         text = tokenizer.decode(
             list(plain_ids(tokenizer, place.before)[-CONTEXT:]), clean_up_tokenization_spaces=False
         )
         words = text.split()
         parts = [" ".join(words[len(words) * i // 5 : len(words) * (i + 1) // 5]) for i in range(5)]
         ids, depths = [*start, *plain_ids(tokenizer, parts[0])], []
-        for owner, value, part in zip(owners, values, parts[1:], strict=True):
-            ids += plain_ids(tokenizer, f" The secret word of the {owner} is {value}.")
+        facts = _drawn(_PLANTED, text, rng)
+        for (fact, values), part in zip(facts, parts[1:], strict=True):
+            ids += plain_ids(tokenizer, f" {fact.told.format(values[0])}")
             depths.append(len(ids))
             ids += plain_ids(tokenizer, f" {part}")
-        questions = _ask(
-            tokenizer, "fact_recall", [f"\n\nThe secret word of the {owner} is" for owner in owners], values,
-            [depth / len(ids) for depth in depths], rng,
-        )[: min(limit - asked, _each(limit))]  # fmt: skip
+        prompts = [fact.answer for fact, _ in facts]
+        at = [depth / len(ids) for depth in depths]
+        questions = _ask(tokenizer, "fact_recall", prompts, facts, at, rng)[
+            : min(limit - asked, _each(limit))
+        ]
         asked += len(questions)
         found.append(Context(place.document, tuple(ids), tuple(questions)))
     return found
@@ -316,9 +359,9 @@ def _chats(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
     for number in range(limit):
         if asked >= limit:
             break
-        kin, names = _drawn(_KIN, rng), _drawn(_NAMES, rng)
-        told = [f"The name of my {who} is {name}." for who, name in zip(kin, names, strict=True)]
         document, question, answer = talks[number % len(talks)]
+        facts = _drawn(_TOLD, question + answer, rng)
+        told = [fact.told.format(values[0]) for fact, values in facts]
         messages = [
             {"role": "user", "content": f"Hello! {told[0]} {told[1]}"},
             {"role": "assistant", "content": "Nice to meet you! I will remember that."},
@@ -330,10 +373,9 @@ def _chats(tokenizer: Any, cut: Sequence[_Cut], limit: int, rng: np.random.Gener
         depths = [
             len(plain_ids(tokenizer, context[: context.index(fact) + len(fact)])) / len(ids) for fact in told
         ]
-        prompts = [_asked(tokenizer, messages, who) for who in kin]
-        questions = _ask(tokenizer, "multi_turn_recall", prompts, names, depths, rng)[
-            : min(limit - asked, _each(limit))
-        ]
+        prompts = [_asked(tokenizer, messages, fact) for fact, _ in facts]
+        questions = _ask(tokenizer, "multi_turn_recall", prompts, facts, depths, rng)
+        questions = questions[: min(limit - asked, _each(limit))]
         asked += len(questions)
         found.append(Context(document, ids, tuple(questions)))
     return found
@@ -367,40 +409,53 @@ def _each(limit: int) -> int:
 
 def told_facts(tokenizer: Any, rng: np.random.Generator) -> tuple[str, list[Question]]:
     """Four facts to tell in one message, and a question about each in a turn of its own (`multi_turn_recall`)."""
-    kin, names = _drawn(_KIN, rng), _drawn(_NAMES, rng)
-    told = " ".join(f"The name of my {who} is {name}." for who, name in zip(kin, names, strict=True))
-    prompts = [_asked(tokenizer, [{"role": "user", "content": told}, {"role": "assistant", "content": "Yes."}], who)
-               for who in kin]  # fmt: skip
-    return told, _ask(tokenizer, "multi_turn_recall", prompts, names, [0.0] * 4, rng)
+    facts = _drawn(_TOLD, "", rng)
+    told = " ".join(fact.told.format(values[0]) for fact, values in facts)
+    messages = [{"role": "user", "content": told}, {"role": "assistant", "content": "Yes."}]
+    prompts = [_asked(tokenizer, messages, fact) for fact, _ in facts]
+    return told, _ask(tokenizer, "multi_turn_recall", prompts, facts, [0.0] * 4, rng)
 
 
-def _asked(tokenizer: Any, messages: Sequence[dict[str, str]], who: str) -> str:
+def _asked(tokenizer: Any, messages: Sequence[dict[str, str]], fact: _Fact) -> str:
     """What a template puts after these messages for a question about one fact, with the answer's beginning."""
     context = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    question = {"role": "user", "content": f"What is the name of my {who}?"}
+    question = {"role": "user", "content": fact.question}
     whole = tokenizer.apply_chat_template([*messages, question], tokenize=False, add_generation_prompt=True)
-    return f"{whole.removeprefix(context)}The name of your {who} is"
+    return f"{whole.removeprefix(context)}{fact.answer}"
 
 
-def _drawn(words: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """Four different ones."""
-    return [str(word) for word in rng.choice(words, 4, replace=False)]
+def _drawn(kinds: Sequence[_Fact], text: str, rng: np.random.Generator) -> list[tuple[_Fact, list[str]]]:
+    """Four facts of four kinds, each with its value and three others of the kind; none of them stands in the text."""
+    lower = text.lower()
+    found = []
+    for index in rng.choice(len(kinds), 4, replace=False):
+        fact = kinds[int(index)]
+        free = [value for value in fact.values if value.lower() not in lower]
+        found.append(
+            (
+                fact,
+                [
+                    str(value)
+                    for value in rng.choice(free if len(free) > 3 else fact.values, 4, replace=False)
+                ],
+            )
+        )
+    return found
 
 
 def _ask(
     tokenizer: Any,
     task: str,
     prompts: Sequence[str],
-    values: Sequence[str],
+    facts: Sequence[tuple[_Fact, Sequence[str]]],
     depths: Sequence[float],
     rng: np.random.Generator,
 ) -> list[Question]:
-    """One question a fact; the choices are the values of all facts of the context, so that copying is not enough."""
-    choices = [plain_ids(tokenizer, f" {value}") for value in values]
+    """One question a fact; the wrong choices are of the same kind, and as likely for who has not read the context."""
     found = []
-    for i, (prompt, depth) in enumerate(zip(prompts, depths, strict=True)):
-        wrong = [choice for j, choice in enumerate(choices) if j != i]
-        question = _shuffled(task, plain_ids(tokenizer, prompt), choices[i], wrong, rng, depth)
+    for prompt, (_, values), depth in zip(prompts, facts, depths, strict=True):
+        right, *wrong = (plain_ids(tokenizer, f" {value}") for value in values)
+        question = _shuffled(task, plain_ids(tokenizer, prompt), right, wrong, rng, depth)
         if question is not None:
             found.append(question)
     return found
