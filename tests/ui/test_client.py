@@ -8,7 +8,7 @@ from typing import Any
 
 from gradio_client import Client
 
-SETTINGS = (True, 0.7, 0.95, 8, 0, True, 4, 16, False)
+SETTINGS = (True, 0.7, 0.95, 8, 0, True, 4, 16, False, False, False, 1.0)
 
 
 @contextmanager

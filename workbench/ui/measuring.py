@@ -31,11 +31,13 @@ def visit_of(engine: Engine, key: str | None) -> tuple[str, Visit]:
     visit = engine.visits.get(key)
     if visit is None:
         request = LocalContext.request.get(None)  # of the event that is being handled
-        lost = LOST if key or from_before(request, engine.settings) else ""
-        key = engine.visits.open(getattr(request, "session_hash", None))
+        tab = getattr(request, "session_hash", None)
+        own = engine.visits.of_tab(tab)  # its key is on its way to the page
+        lost = LOST if own is None and (key or from_before(request, engine.settings)) else ""
+        key = own or engine.visits.open(tab)
         visit = engine.visits.get(key)
         assert visit is not None
-        visit.notice = lost
+        visit.notice = lost or visit.notice
     return str(key), visit
 
 

@@ -110,6 +110,12 @@ class Visits:
                 self._visits.move_to_end(key or "")
             return visit
 
+    def of_tab(self, tab: str | None) -> str | None:
+        """The key of a tab's newest visit, None when it has none."""
+        with self._lock:
+            keys = [key for key, visit in self._visits.items() if tab and visit.tab == tab]
+        return keys[-1] if keys else None
+
     def idle(self) -> list[Visit]:
         """Visits that run nothing, longest unused first."""
         with self._lock:
