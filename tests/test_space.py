@@ -1,4 +1,4 @@
-"""As a Space: front matter, start-up on a CPU Space and on ZeroGPU, no writable checkout; the Dockerfile names real files."""
+"""As a Space: front matter, start-up on a CPU Space and on ZeroGPU, no writable checkout; a Dockerfile with real files."""
 
 from __future__ import annotations
 
