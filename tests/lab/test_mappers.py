@@ -114,3 +114,20 @@ def test_unknown_names_and_strange_folders_are_refused(pair, tmp_path):
     artefact.save(tmp_path / "down", mapper, manifest)
     with pytest.raises(ArtefactError, match="'down', but 'up'"):
         mappers.contestants(pair, "up", ["y"], {"y": tmp_path / "down"}, tmp_path)
+
+
+def test_names_on_the_command_line(tmp_path):
+    from workbench.commands.mapper_table import _parse
+
+    assert _parse(f"recipe, mine={tmp_path},best") == (["recipe", "mine", "best"], {"mine": tmp_path})
+    for wrong in ("nothing", "a=/no/such/folder", " , "):
+        with pytest.raises(InputError):
+            _parse(wrong)
+
+
+def test_the_table_for_people_has_every_mapper_and_the_curve(pair):
+    from workbench.commands.mapper_table import show_mappers
+
+    shown = show_mappers(json.loads(json.dumps(table(pair, curve=True, system_prompt=5).to_json())))
+    for words in ("default", "other", "gap recovered", "native: CE", "5 system prompt"):
+        assert words in shown
