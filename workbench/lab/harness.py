@@ -147,7 +147,7 @@ class MappedCacheLM(TemplateLM):
             back = tuple(reversed(context))
             self._other = (back, self._caches.read(back))
         wrong_ids, wrong = self._other or ((), None)
-        model, cache = self._caches.make(self.arm, context, own, wrong_ids, wrong)  # type: ignore[arg-type]
+        model, cache = self._caches.make(self.arm, context, own, wrong_ids, wrong)
         if self.arm == "wrong_document":
             self._other = (context, kept)
         return model, cache

@@ -235,7 +235,8 @@ def _passages(
     start = _start(tokenizer)
     following = [plain_ids(tokenizer, " " + place.after)[:FOLLOWING] for place in cut]
     counts = dict.fromkeys(names, 0)
-    whole, partial = [], []
+    whole: list[tuple[str, tuple[int, ...], list[Question]]] = []
+    partial: list[tuple[str, tuple[int, ...], list[Question]]] = []
     for i, place in enumerate(cut):
         if len(whole) >= limit:
             break

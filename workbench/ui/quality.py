@@ -186,7 +186,9 @@ def evaluation(
     from workbench.lab import retention, scores
     from workbench.lab.results import Evaluation, Step, TaskScores
 
-    share, found = (0.3 if items else 1.0), None
+    share = 0.3 if items else 1.0
+    found: Any = None
+    item: Any
     for item in retention.stream(host, direction, limit=passages, settings=settings, should_stop=should_stop):
         if isinstance(item, Evaluation):
             found = item
