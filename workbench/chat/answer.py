@@ -180,8 +180,9 @@ def _tokens(answer: Message, job: Job, logits: Tensor) -> Iterator[int]:
             except BaseException:
                 held.cut(done)
                 raise
+            # Only what the step ran is added: listing all ids again at every token would be quadratic.
             for at in range(len(held.ids) - len(job.prompt), length(held.cache) - len(job.prompt)):
-                held.ids.append(answer.token_ids[at])  # what the step ran; listing all ids again would be quadratic
+                held.ids.append(answer.token_ids[at])
         if token is None or token in job.model.stop_ids:
             break
         answer.token_ids.append(token)

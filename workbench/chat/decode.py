@@ -84,7 +84,8 @@ def decode(
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     seen: Tensor | None = None
-    if sampling.repetition_penalty != 1.0:  # marks instead of a list: a step costs the same however long the context is
+    if sampling.repetition_penalty != 1.0:
+        # Marks instead of a list: a step costs the same however long the context is.
         seen = marks(logits.shape[-1], context)
     for step in range(sampling.max_new_tokens):
         if watch is not None:
