@@ -42,6 +42,9 @@ TITLES = {
     "heads": "Where the error sits",
     "compare": "Side by side",
     "drift": "Repeated switches",
+    "patch": "What single heads cost",
+    "mappers": "Mappers beside each other",
+    "cascade": "When the large model takes over",
 }
 LONGEST_TABLE = 400
 WORDS = ("KV cache", "prefill", "mapped", "anchors", "hold-back", "R²", "attention-output cosine", "KL", "top-1",
