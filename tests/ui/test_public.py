@@ -86,6 +86,10 @@ def test_the_page_itself_is_served(public: Any, visitor: Visitor) -> None:
     assert "frame-ancestors 'self'" in page.headers["content-security-policy"]
     for path in ("/config", "/theme.css", "/gradio_api/info", "/gradio_api/startup-events", "/favicon.ico"):
         assert visitor.http.get(path).status_code == 200, path
+    named = set(re.findall(r'(?:src|href)="(?:\./|/)([^"#]+)"', page.text))
+    assert any(path.startswith("assets/") for path in named)
+    for path in sorted(named):
+        assert visitor.http.get(f"/{path}").status_code == 200, path
     config = visitor.http.get("/config").json()
     assert not config.get("show_error") and config["enable_queue"] is True
     assert str(ROOT) not in json.dumps(config) and str(Path.home()) not in json.dumps(config)
