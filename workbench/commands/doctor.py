@@ -138,6 +138,8 @@ def mapper_of(host: PairHost, direction: str, loaded: bool) -> str:
         if loaded
         else artefact.load(host.mapper_folder(direction), direction=direction)[1]
     )
+    if manifest is None:
+        return "none: the source's cache is taken over unmapped"
     r2 = ", ".join(
         f"{name} {value:.3f}"
         for name in ("r2_k", "r2_v")
