@@ -159,7 +159,8 @@ def show(result: dict[str, Any]) -> str:
     for turn in result["turns"]:
         account = turn["account"]
         if account and account != last:
-            saved = f", saved {account['saved_ms']:.0f} ms" if account["saved_ms"] is not None else ""
+            kind = " by an estimate" if account["prefill_source"] == "estimated" else ""
+            saved = f", saved {account['saved_ms']:.0f} ms{kind}" if account["saved_ms"] is not None else ""
             lines.append(
                 f"-- {account['source']} -> {account['target']}: {account['how']}; "
                 f"reused {account['reused']}, mapped {account['mapped']}, run natively {account['native']} "
