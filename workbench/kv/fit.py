@@ -496,9 +496,11 @@ def held_out_r2(mapper: KVMapper, gatherer: Gatherer) -> dict[str, list[list[flo
     for kind in ("key", "value"):
         kept = gatherer.rows(f"{kind if kinds == 1 else 'both'}_report")
         layers, rows = getattr(mapper, f"{kind}_layers"), []
-        z = None
+        z: Tensor | None = None
+        read: tuple[int, ...] = ()
         for t in range(spec.layers):
-            if z is None or not mapper.reduce:
+            if z is None or layers[t] != read:
+                read = layers[t]
                 x, _ = kept.part(columns_of(layers[t], width, source_layers, kinds), slice(0, 0))
                 z = x
                 if mapper.reduce:

@@ -71,6 +71,7 @@ class RidgeSolver:
         self.source_layers, self.heads, self.width_tgt, self.kinds = source_layers, heads, width_tgt, kinds
         self.width_src = train.sum_x.numel() // source_layers // kinds
         self._shared: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._factor: tuple[tuple[tuple[int, ...], float], Tensor] | None = None  # of the last solution
 
     def columns(self, layers: Sequence[int]) -> Tensor:
         """Feature columns of these source layers, in the given order; with two kinds all keys first."""
@@ -79,9 +80,10 @@ class RidgeSolver:
     def solve(self, outputs: slice, layers: tuple[int, ...], ridge: float) -> Solution:
         """The ridge solution of some outputs over the chosen source layers, in float64."""
         columns = self.columns(layers)
-        weight = torch.cholesky_solve(
-            self.train.cov_xy(columns, outputs), loaded_factor(self.train.cov_xx(columns), ridge)
-        )
+        if self._factor is None or self._factor[0] != (layers, ridge):
+            self._factor = None  # let go of the old one first
+            self._factor = (layers, ridge), loaded_factor(self.train.cov_xx(columns), ridge)
+        weight = torch.cholesky_solve(self.train.cov_xy(columns, outputs), self._factor[1])
         return Solution(layers, ridge, weight, self._bias(outputs, columns, weight))
 
     def ladder(self, outputs: slice, layers: tuple[int, ...], ridges: Sequence[float]) -> list[Solution]:

@@ -3,7 +3,7 @@
     recipe_k6, recipe_k8   arXiv 2608.03893: ridge .01, the 6 or 8 best source layers (each scored alone), fitted on all
                            tokens, no anchors; the hold-back is the default's, so that only the mapper differs
     default                the pair's own mapper, as the chat uses it
-    best                   without regard to cost: keys and values from keys and values, a higher rank, polished
+    best                   without regard to cost: everything from keys and values of all source layers
     NAME=FOLDER            any other artefact of this pair and direction
 
 What has no folder yet is fitted on the calibration text (never on what is measured here) and kept in one, so that the next
@@ -46,7 +46,7 @@ ShouldStop = Callable[[], bool] | None
 NAMES = ("recipe", "default", "best")
 CURVE_ANCHORS, CURVE_HOLD_BACK = (0, 1, 2, 4, 8, 16), (1, 16, 32, 64)
 RECIPES = {"recipe_k6": 6, "recipe_k8": 8}
-BEST = FitOptions(top_k=10**6, ridge=0.01, features="both", rank=1024, objective="attention", polish=300)
+BEST = FitOptions(top_k=10**6, ridge=0.01, features="both")
 
 
 @dataclass(frozen=True, eq=False)
