@@ -10,16 +10,15 @@ import gradio as gr
 
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.fit_form import BUILT_IN, FINEWEB, OWN, more_options, number_or_word
 from workbench.ui.fit_view import estimate_view, report_view, verdict_view
 from workbench.ui.fit_work import fit_and_save
 from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.markup import notice, progress, term
-from workbench.ui.measuring import QUICK, take_flag, visit_of, wire_job
+from workbench.ui.measuring import QUICK, direction_choice, run_and_stop, take_flag, visit_of, wire_job
 from workbench.ui.theme import html
 
 TYPED = "(two models of my own)"
-BUILT_IN, OWN, FINEWEB = "built-in texts", "own files", "FineWeb-Edu (model hub)"
-WORDS = {"all": 10**6, "auto": None}  # in place of a number
 
 
 class FitTab:
@@ -67,12 +66,7 @@ class FitTab:
                         self.check = gr.Button("Check this pair", elem_id="kv-fit-check")
                     self.verdict = html("", elem_id="kv-fit-verdict")
                 with gr.Column(scale=5, min_width=300):
-                    self.direction = gr.Radio(
-                        [(ARROWS["up"], "up"), (ARROWS["down"], "down")],
-                        value="up",
-                        label="Direction",
-                        elem_id="kv-fit-direction",
-                    )
+                    self.direction = direction_choice("fit")
                     self.sequences = gr.Slider(
                         8,
                         256,
@@ -89,91 +83,8 @@ class FitTab:
                         label="Tokens a sequence",
                         elem_id="kv-fit-length",
                     )
-                    with gr.Accordion("More", open=False):
-                        with gr.Row():
-                            self.top_k = gr.Textbox(
-                                "6",
-                                label="Source layers a target layer",
-                                info="a number, all, or auto (chosen on held-out text)",
-                                max_lines=1,
-                            )
-                            self.ridge = gr.Textbox(
-                                "0.01", label="Ridge strength", info="a number, or auto", max_lines=1
-                            )
-                        with gr.Row():
-                            self.objective = gr.Dropdown(
-                                ["plain", "attention"],
-                                value="plain",
-                                label="Objective",
-                                info="attention: errors count as the target notices them",
-                                interactive=True,
-                            )
-                            self.selection = gr.Dropdown(
-                                ["ranked", "greedy"],
-                                value="ranked",
-                                label="Choice of layers",
-                                interactive=True,
-                            )
-                            self.features = gr.Dropdown(
-                                [("keys from keys, values from values", "own"), ("each from both", "both")],
-                                value="own",
-                                label="Features",
-                                interactive=True,
-                            )
-                        with gr.Row():
-                            self.rank = gr.Number(
-                                0,
-                                label="Rank",
-                                info="coordinates that all layers share; 0: a matrix each",
-                                precision=0,
-                                minimum=0,
-                                maximum=4096,
-                            )
-                            self.mlp = gr.Number(
-                                0,
-                                label="MLP width",
-                                info="needs a rank and both features; 0: none",
-                                precision=0,
-                                minimum=0,
-                                maximum=4096,
-                                visible=not public,
-                            )
-                            self.polish = gr.Number(
-                                0,
-                                label="Steps of polishing",
-                                info="gradient descent afterwards; needs a rank; 0: none",
-                                precision=0,
-                                minimum=0,
-                                maximum=10_000,
-                                visible=not public,
-                            )
-                        self.stride = gr.Slider(1, 16, 1, step=1, label="Use every n-th token of a sequence")
-                        self.anchors = gr.Slider(
-                            0,
-                            64,
-                            4,
-                            step=1,
-                            label="Anchors",
-                            info="First tokens, left out of the fit and run natively later",
-                        )
-                        self.hold_back = gr.Slider(1, 256, 16, step=1, label="Hold-back")
-                        self.text = gr.Radio(
-                            [BUILT_IN, OWN, FINEWEB],
-                            value=BUILT_IN,
-                            label="Calibration text",
-                            visible=not public,
-                        )
-                        self.files = gr.File(
-                            label="Own calibration text (.txt)",
-                            file_count="multiple",
-                            file_types=[".txt"],
-                            visible=not public,
-                        )
-            with gr.Row():
-                self.run = gr.Button("Fit a mapper", variant="primary", scale=3, elem_id="kv-fit-run")
-                self.stop = gr.Button(
-                    "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-fit-stop"
-                )
+                    self.more = more_options(public)
+            self.run, self.stop = run_and_stop("fit", "Fit a mapper", "primary")
             self.status = html("", elem_id="kv-fit-status")
             self.report = html("", elem_id="kv-fit-report")
             self.use = gr.Button("Use this pair in the chat", elem_id="kv-fit-use")
@@ -185,31 +96,14 @@ class FitTab:
         )
         self.check.click(
             self.told_fetching,
-            [*chosen, self.direction, self.sequences, self.length, self.top_k],
+            [*chosen, self.direction, self.sequences, self.length, self.more.top_k],
             [self.verdict],
             api_name="check_pair",
             concurrency_limit=2,
             show_progress="minimal",
             **api,
         )
-        options = [
-            self.direction,
-            self.sequences,
-            self.length,
-            self.top_k,
-            self.ridge,
-            self.anchors,
-            self.hold_back,
-            self.stride,
-            self.objective,
-            self.selection,
-            self.features,
-            self.rank,
-            self.mlp,
-            self.polish,
-            self.text,
-            self.files,
-        ]
+        options = [self.direction, self.sequences, self.length, *self.more.components()]
         wire_job(
             self.engine,
             key,
@@ -441,18 +335,3 @@ class FitTab:
             self.status: notice(f"The Chat tab now uses {host.pair.title}."),
             **self.chat.everything(visit),
         }
-
-
-def number_or_word(text: Any, what: str, kind: type) -> Any:
-    """A typed number, or what one of `WORDS` stands for.
-
-    Raises:
-        InputError: it is neither.
-    """
-    text = str(text).strip().lower()
-    if text in WORDS:
-        return WORDS[text]
-    try:
-        return kind(text)
-    except ValueError:
-        raise InputError(f"{what} must be a number, all or auto.") from None

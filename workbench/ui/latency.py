@@ -7,10 +7,18 @@ from typing import Any
 
 import gradio as gr
 
-from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.engine import Engine
 from workbench.ui.export import figure_export
 from workbench.ui.markup import esc, ms, notice, number, provenance, table, term
-from workbench.ui.measuring import QUICK, measure, saved, wire_job
+from workbench.ui.measuring import (
+    QUICK,
+    direction_choice,
+    measure,
+    nothing_shown,
+    run_and_stop,
+    saved,
+    wire_job,
+)
 from workbench.ui.theme import html
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -40,12 +48,7 @@ class LatencyTab:
                 "turns.</p></div>"
             )
             with gr.Row():
-                self.direction = gr.Radio(
-                    [(ARROWS["up"], "up"), (ARROWS["down"], "down")],
-                    value="up",
-                    label="Direction",
-                    elem_id="kv-latency-direction",
-                )
+                self.direction = direction_choice("latency")
                 self.lengths = gr.CheckboxGroup(
                     [(f"{n:,}", n) for n in LENGTHS],
                     value=[64, 256, 1024],
@@ -53,11 +56,7 @@ class LatencyTab:
                     elem_id="kv-latency-lengths",
                 )
                 self.repeats = gr.Slider(9, 25, 9, step=2, label="Repeats")
-            with gr.Row():
-                self.run = gr.Button("Measure here", scale=3, elem_id="kv-latency-run")
-                self.stop = gr.Button(
-                    "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-latency-stop"
-                )
+            self.run, self.stop = run_and_stop("latency")
             self.status = html("", elem_id="kv-latency-status")
             self.lead = html("", elem_id="kv-latency-lead")
             self.figure = gr.Plot(show_label=False, visible=False, elem_id="kv-latency-figure")
@@ -87,15 +86,8 @@ class LatencyTab:
         """The saved measurement of a direction."""
         result, why = saved(self.engine, key, direction, "latency")
         if result is None:
-            return {
-                self.lead: "",
-                self.figure: gr.update(visible=False),
-                self.origin: "",
-                self.numbers: "",
-                self.parts: gr.update(visible=False),
-                self.more: "",
-                self.status: notice(why),
-            }
+            texts = (self.lead, self.origin, self.numbers, self.more)
+            return {**nothing_shown(texts, (self.figure, self.parts)), self.status: notice(why)}
         return {**self.show(result), self.status: ""}
 
     def measure(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gradio as gr
 from gradio.context import LocalContext
 
 from workbench.errors import Cancelled, InputError, WorkbenchError
-from workbench.ui.engine import SIDES, Engine
+from workbench.ui.engine import ARROWS, SIDES, Engine
 from workbench.ui.guard import from_before
 from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.markup import notice, progress
@@ -148,6 +148,30 @@ def take_flag(visit: Visit) -> StopFlag:
     """The flag of the job that begins now; it is up already when Stop was pressed in the queue."""
     visit.job_stop, visit.job_asked = visit.job_asked or StopFlag(), None
     return visit.job_stop
+
+
+def direction_choice(name: str) -> gr.Radio:
+    """Which way the tab `name` looks."""
+    return gr.Radio(
+        [(ARROWS[way], way) for way in ARROWS], value="up", label="Direction", elem_id=f"kv-{name}-direction"
+    )
+
+
+def run_and_stop(
+    name: str, label: str = "Measure here", variant: Literal["primary", "secondary"] = "secondary"
+) -> tuple[gr.Button, gr.Button]:
+    """The row with the button that starts a job of the tab `name`, and its Stop; for `wire_job`."""
+    with gr.Row():
+        run = gr.Button(label, variant=variant, scale=3, elem_id=f"kv-{name}-run")
+        stop = gr.Button(
+            "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id=f"kv-{name}-stop"
+        )
+    return run, stop
+
+
+def nothing_shown(texts: Iterable[Any], figures: Iterable[Any]) -> dict[Any, Any]:
+    """A tab for which nothing was saved: empty texts, hidden figures."""
+    return dict.fromkeys(texts, "") | {figure: gr.update(visible=False) for figure in figures}
 
 
 def wire_job(

@@ -8,10 +8,18 @@ from typing import Any
 
 import gradio as gr
 
-from workbench.ui.engine import ARROWS, SIDES, Engine
+from workbench.ui.engine import SIDES, Engine
 from workbench.ui.export import figure_export
 from workbench.ui.markup import esc, ms, notice, number, progress, provenance, side_badge, term
-from workbench.ui.measuring import QUICK, measure, saved, visit_of, wire_job
+from workbench.ui.measuring import (
+    QUICK,
+    direction_choice,
+    measure,
+    run_and_stop,
+    saved,
+    visit_of,
+    wire_job,
+)
 from workbench.ui.theme import html
 
 TITLES = {
@@ -56,12 +64,7 @@ class SideTab:
                         self.use_chat = gr.Button("Use the current chat", size="sm", min_width=120)
                         self.use_sample = gr.Button("Use a held-out sample", size="sm", min_width=120)
                 with gr.Column(scale=4, min_width=280):
-                    self.direction = gr.Radio(
-                        [(ARROWS["up"], "up"), (ARROWS["down"], "down")],
-                        value="up",
-                        label="Direction",
-                        elem_id="kv-side-direction",
-                    )
+                    self.direction = direction_choice("side")
                     self.tokens = gr.Slider(8, 256, 48, step=8, label="Tokens to write")
                     self.as_message = gr.Checkbox(
                         False, label="Answer it as a message", info="Else the text is simply continued."
@@ -70,11 +73,7 @@ class SideTab:
                         self.recommended = gr.Checkbox(True, label="As the mapper recommends")
                         self.anchors = gr.Slider(0, 64, 4, step=1, label="Anchors")
                         self.hold_back = gr.Slider(1, 256, 16, step=1, label="Hold-back")
-            with gr.Row():
-                self.run = gr.Button("Write all three", variant="primary", scale=3, elem_id="kv-side-run")
-                self.stop = gr.Button(
-                    "Stop", interactive=False, scale=1, elem_classes="kv-stop", elem_id="kv-side-stop"
-                )
+            self.run, self.stop = run_and_stop("side", "Write all three", "primary")
             self.status = html("", elem_id="kv-side-status")
             self.columns = html(columns_view(None), elem_id="kv-side-columns")
             self.summary = html("", elem_id="kv-side-summary")
