@@ -59,7 +59,7 @@ class HeadsTab:
                     elem_id="kv-heads-direction",
                 )
                 self.mapper = gr.Dropdown(
-                    [work.IN_USE], value=work.IN_USE, label="Mapper", allow_custom_value=True
+                    [work.IN_USE], value=work.IN_USE, label="Mapper", allow_custom_value=True, min_width=240
                 )
                 self.metric = gr.Dropdown(choices, value=None, label="Metric", elem_id="kv-heads-metric")
             self._build_options()
