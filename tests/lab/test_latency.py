@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.lab.conftest import texts
+from tests.lab.conftest import make_host, texts
 from workbench.errors import Cancelled, InputError
 from workbench.lab import latency
 from workbench.lab.delivery import ways
+from workbench.lab.estimate import saved_prefill_times
 from workbench.lab.memory import peak_bytes
-from workbench.lab.provenance import load_precomputed
+from workbench.lab.provenance import load_precomputed, save_result
 from workbench.lab.results import LatencyBench, LatencyCell, Step, finish
 from workbench.lab.results.latency import Terms, exponent
 from workbench.models.pair import PairHost
@@ -108,6 +109,20 @@ def test_files_of_earlier_versions_still_load() -> None:
     bench = LatencyBench.from_json(data)
     assert [cell.tokens for cell in bench.cells] == [cell.tokens for cell in old.cells]
     assert bench.cells[-1].net_saving_ms == bench.cells[-1].prefill_ms - bench.cells[-1].handoff_ms
+
+
+def test_only_a_bench_of_this_machine_gives_estimates(host: PairHost, tmp_path: Path) -> None:
+    bench = finish(latency.stream(host, "up", [16], texts=texts(1), extras=latency.Extras(False, "")))
+    fresh = make_host()
+    fresh._folders = {"up": tmp_path, "down": tmp_path / "none"}
+    assert saved_prefill_times(fresh) == {}
+    save_result(bench, tmp_path / "latency.json")
+    assert saved_prefill_times(fresh) == {"large": [(16, bench.cells[0].prefill_first_ms)]}
+    for name, other in (("processor", "abacus"), ("threads", 99), ("dtype", "float16")):
+        save_result(replace(bench, environment=bench.environment | {name: other}), tmp_path / "latency.json")
+        assert saved_prefill_times(fresh) == {}
+    (tmp_path / "latency.json").write_text("{}")
+    assert saved_prefill_times(fresh) == {}, "a damaged file is told elsewhere"
 
 
 def test_wrong_extras() -> None:
