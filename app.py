@@ -12,13 +12,14 @@ import os
 import sys
 
 from workbench.commands.common import add_side_arguments, side_options
-from workbench.errors import InputError
 from workbench.ui import Settings, build, launch_options
 from workbench.ui.zero import on_zero_gpu, register
 
 
 def parse(arguments: list[str]) -> Settings:
     """Command-line arguments as settings."""
+    from workbench.errors import InputError
+
     parser = argparse.ArgumentParser(
         description="KV Handoff Workbench: change models in the middle of a conversation."
     )

@@ -6,6 +6,7 @@ light ones are run. What a heavy command does is tested where it lives.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -78,10 +79,14 @@ def parse_command(words: list[str]) -> Any:
 def parse_app(words: list[str]) -> None:
     """The page's own parser, read out of its file: importing it would build the page."""
     source = (ROOT / "app.py").read_text(encoding="utf-8")
-    start, end = source.index("def parse("), source.index("settings = parse(")
+    parse = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == "parse")
     space: dict[str, Any] = {}
-    head = "import argparse, os\nfrom workbench.ui.settings import Settings\n"
-    exec(compile(head + source[start:end], "app.py", "exec"), space)
+    head = (
+        "from __future__ import annotations\nimport argparse, os\nfrom workbench.ui.settings import Settings\n"
+        "from workbench.commands.common import add_side_arguments, side_options\n"
+        "from workbench.ui.zero import on_zero_gpu\n"
+    )
+    exec(compile(head + str(ast.get_source_segment(source, parse)), "app.py", "exec"), space)
     space["parse"](words)
 
 

@@ -14,7 +14,7 @@ from workbench.kv.cache import length, new_cache
 from workbench.kv.forward import forward
 from workbench.lab import scores, tasks
 from workbench.lab.arms import ArmCaches, Recipe
-from workbench.lab.corpus import Document
+from workbench.lab.corpus import Document, documents
 from workbench.lab.intervals import Bootstrap, mcnemar
 from workbench.lab.results import finish
 from workbench.lab.results.tasks import TASKS, TaskScores
@@ -85,13 +85,16 @@ def test_questions_of_a_text_go_on_where_the_context_ends() -> None:
             assert right in text[context.document]
 
 
-def test_the_held_out_texts_give_enough_items() -> None:
+def test_the_held_out_texts_give_enough_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "CONTEXT", 300)
     tokenizer = make_host().model("large").tokenizer
     names = ["next_sentence", "last_word", "fact_recall"]
-    contexts = tasks.build(tokenizer, names, 30)
+    contexts = tasks.build(
+        tokenizer, names, 10, texts=[Document(d.name, d.text[:3000]) for d in documents("heldout")]
+    )
     counts = Counter(question.task for context in contexts for question in context.questions)
-    assert counts == dict.fromkeys(names, 30)
-    assert len({context.document for context in contexts}) > 20
+    assert counts == dict.fromkeys(names, 10)
+    assert len({context.document for context in contexts}) > 8
     with pytest.raises(InputError, match="no task"):
         tasks.build(tokenizer, ["arc"])
 
