@@ -15,7 +15,8 @@ from workbench.kv.fit import FitOptions
 from workbench.lab.calibration import calibration_texts
 from workbench.models.catalog import resolve
 from workbench.ui.engine import Engine
-from workbench.ui.fit import TYPED, FitTab, number_or_word
+from workbench.ui.fit import TYPED, FitTab
+from workbench.ui.fit_form import number_or_word
 from workbench.ui.fit_work import RemainingTime, fit_and_save
 from workbench.ui.jobs import StopFlag
 from workbench.ui.settings import Settings

@@ -7,6 +7,7 @@ from typing import Any
 
 import gradio as gr
 
+from workbench.commands.fit import DEFAULTS
 from workbench.errors import InputError
 
 BUILT_IN, OWN, FINEWEB = "built-in texts", "own files", "FineWeb-Edu (model hub)"
@@ -42,35 +43,37 @@ def more_options(public: bool) -> More:
     with gr.Accordion("More", open=False):
         with gr.Row():
             made.top_k = gr.Textbox(
-                "6",
+                DEFAULTS["top_k"],
                 label="Source layers a target layer",
                 info="a number, all, or auto (chosen on held-out text)",
                 max_lines=1,
             )
-            made.ridge = gr.Textbox("0.01", label="Ridge strength", info="a number, or auto", max_lines=1)
+            made.ridge = gr.Textbox(
+                DEFAULTS["ridge"], label="Ridge strength", info="a number, or auto", max_lines=1
+            )
         with gr.Row():
             made.objective = gr.Dropdown(
                 ["plain", "attention"],
-                value="plain",
+                value=DEFAULTS["objective"],
                 label="Objective",
                 info="attention: errors count as the target notices them",
                 interactive=True,
             )
             made.selection = gr.Dropdown(
                 ["ranked", "greedy"],
-                value="ranked",
+                value=DEFAULTS["selection"],
                 label="Choice of layers",
                 interactive=True,
             )
             made.features = gr.Dropdown(
                 [("keys from keys, values from values", "own"), ("each from both", "both")],
-                value="own",
+                value=DEFAULTS["features"],
                 label="Features",
                 interactive=True,
             )
         with gr.Row():
             made.rank = gr.Number(
-                0,
+                DEFAULTS["rank"],
                 label="Rank",
                 info="coordinates that all layers share; 0: a matrix each",
                 precision=0,
@@ -87,7 +90,7 @@ def more_options(public: bool) -> More:
                 visible=not public,
             )
             made.polish = gr.Number(
-                0,
+                0 if public else DEFAULTS["polish"],
                 label="Steps of polishing",
                 info="gradient descent afterwards; needs a rank; 0: none",
                 precision=0,
