@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class Recorder:
         )  # fmt: skip
         return message
 
-    def recording(self, chat: Conversation, direction: str, script: list[Mapping[str, str]]) -> Recording:
+    def recording(self, chat: Conversation, direction: str, script: Sequence[Mapping[str, str]]) -> Recording:
         """What was recorded, with where and when."""
         ids = tuple(chat.token_ids)
         texts = [("script", json.dumps(script, ensure_ascii=False))]

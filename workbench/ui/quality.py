@@ -76,9 +76,11 @@ class QualityTab:
             self.settings = html("", elem_id="kv-quality-settings")
             self.drift_lead = html("", elem_id="kv-quality-drift-lead")
             self.drift_figure = gr.Plot(show_label=False, visible=False, elem_id="kv-quality-drift-figure")
+            figure_export(self.engine, "drift").build(key, [self.direction])
             self.drift_table = html("", elem_id="kv-quality-drift")
             self.curve_lead = html("", elem_id="kv-quality-curve-lead")
             self.curve_figure = gr.Plot(show_label=False, visible=False, elem_id="kv-quality-curve-figure")
+            figure_export(self.engine, "mappers").build(key, [self.direction])
         api = {"api_visibility": self.engine.settings.api_visibility}
         shown = [
             self.task_lead, self.task_figure, self.tasks, self.lead, self.figure, self.origin, self.arms,
