@@ -208,7 +208,7 @@ class HeadsTab:
         other: str,
         view: str,
         text: str,
-        own: str,
+        own: str | None,
         texts: float,
         patch: bool,
     ) -> Generator[dict[Any, Any], None, None]:
@@ -216,7 +216,7 @@ class HeadsTab:
         _, visit = visit_of(self.engine, key)
         found = work.mappers(self.engine, key, direction)
         label = label if label in found else work.IN_USE
-        own = own[: self.engine.settings.max_prompt_chars]
+        own = (own or "")[: self.engine.settings.max_prompt_chars]  # None while the box is hidden
         for name in [label, other] if other in found and other != label else [label]:
             folder = None if name == work.IN_USE else found[name]
             job = work.maps_job(visit, direction, name, folder, (text, own, int(texts)), patch)
