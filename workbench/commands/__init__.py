@@ -46,6 +46,11 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         True,
         "calibrate when the large model takes over from an unsure small one",
     ),
+    "correlate": (
+        "workbench.commands.correlate",
+        False,
+        "which head metric foretells what a mapper keeps, over saved results",
+    ),
     "drift": ("workbench.commands.drift", True, "measure what repeated handoffs add, turn by turn"),
     "harness": (
         "workbench.commands.harness",

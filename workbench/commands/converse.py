@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hold-back", type=int, metavar="H", help="last tokens run natively (default: the mapper's)"
     )
     parser.add_argument(
+        "--policy", type=Path, metavar="FILE", help="bars; a pair that misses them is not mapped, or with a warning"
+    )
+    parser.add_argument(
         "--measure-prefill", action="store_true", help="time the prefill that each switch avoided"
     )
     parser.add_argument(
@@ -68,10 +71,12 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     from workbench.chat.conversation import Conversation
     from workbench.chat.decode import Sampling
     from workbench.commands.common import host_from_args
+    from workbench.lab.approval import read_policy
     from workbench.lab.estimate import saved_prefill_times
     from workbench.lab.provenance import save_result
     from workbench.lab.recording import Recorder
 
+    policy = read_policy(args.policy) if args.policy else None
     host, direction = host_from_args(args)
     sampling = Sampling(
         args.greedy,
@@ -87,6 +92,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         host.model(side, progress)
     chat = Conversation(host, sampling, args.system, first, args.anchors, args.hold_back, args.incremental)
     chat.prefill_times = saved_prefill_times(host)
+    chat.policy = policy
     turns, recorder = [], Recorder()
     for number, turn in enumerate(script):
         progress(number / len(script), f"Turn {number + 1} of {len(script)}")
