@@ -7,7 +7,7 @@ last chunk runs the LM head, and only for the tokens that are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ def forward(
             if stop < n or keep == 0:
                 model.base_model(input_ids=tokens[:, start:stop], cache=cache, use_cache=True)
             else:
-                with _plain_head(model):
+                # One token alone is no slice: a decoding step needs nothing of this.
+                with _plain_head(model) if stop - start > 1 else nullcontext():
                     output = model(
                         input_ids=tokens[:, start:stop], cache=cache, use_cache=True, logits_to_keep=keep
                     )
