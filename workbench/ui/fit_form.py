@@ -66,9 +66,10 @@ def more_options(public: bool) -> More:
                 interactive=True,
             )
             made.features = gr.Dropdown(
-                [("keys from keys, values from values", "own"), ("each from both", "both")],
+                [("separate", "own"), ("both", "both")],
                 value=DEFAULTS["features"],
                 label="Features",
+                info="both: keys and values each from keys and values",
                 interactive=True,
             )
         with gr.Row():
