@@ -34,8 +34,15 @@ def commands(path: Path) -> list[str]:
     for kind, block in re.findall(r"```(\w*)\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
         if kind not in ("", "bash", "sh", "console"):
             continue
-        for line in block.replace("\\\n", " ").splitlines():
-            if not kind and not re.match(r"(\.venv/bin/)?python (-m workbench|app\.py)|make ", line):
+        said: dict[str, str] = {}
+        for line in re.sub(r"\\\n", " ", block).replace("; make", "\nmake").splitlines():
+            if variable := re.fullmatch(r'([A-Z]+)="(.*)"', line):
+                said[variable[1]] = variable[2]
+                continue
+            line = re.sub(r"\$([A-Z]+)\b", lambda found, said=said: said.get(found[1], found[0]), line)
+            if not kind and not re.match(
+                r"(\.venv/bin/)?python (-m workbench|app\.py)|make |.* -m workbench ", line
+            ):
                 continue
             words = shlex.split(line, comments=True)
             if words:
@@ -54,6 +61,8 @@ def test_every_command_can_be_given(document: str, line: str, tmp_path: Path) ->
         assert re.search(rf"^{re.escape(words[1])}:", makefile, re.M), f"{document}: no target {words[1]}"
     elif words[:2] == [".venv/bin/python", "app.py"] or words[:2] == ["python", "app.py"]:
         parse_app(words[2:])
+    elif "workbench" in words and words[0] in {"accelerate", "torchrun"}:
+        parse_command(words[words.index("workbench") + 1 :])
     elif words[1:3] == ["-m", "workbench"]:
         parse_command(words[3:])
         if words[3] in LIGHT and not {"--source", "--mapper", "--compare", "--online"} & set(words):
