@@ -67,7 +67,8 @@ class Visitor:
     def join(self, name: str, *data: Any) -> httpx.Response:
         """Asks for an event."""
         body = {"data": list(data), "fn_index": self.functions[name], "session_hash": self.session}
-        return self.http.post("/gradio_api/queue/join", json=body)
+        headers = {"content-type": "application/json"}
+        return self.http.post("/gradio_api/queue/join", content=json.dumps(body), headers=headers)
 
     def call(self, name: str, *data: Any, leave_after: int | None = None) -> dict[str, Any]:
         """One event to its end; its last message.

@@ -28,6 +28,7 @@ BAD = (
     "\x00\x1b[31m",
     "<script>alert(1)</script>" * 50,
 )
+MODES = {"bad": 2, "say": 10, "switch": 3, "undo": 2, "retry": 1, "clear": 1, "stop": 1}
 
 
 def canary(url: str) -> list[str]:
@@ -42,11 +43,10 @@ def canary(url: str) -> list[str]:
 
 def act(visitor: Visitor, pick: random.Random) -> str:
     """One action, one in ten of them bad."""
-    if pick.random() < 0.1:
+    kind = pick.choices(list(MODES), list(MODES.values()))[0]
+    if kind == "bad":
         visitor.say(pick.choice(BAD))
-        return "bad"
-    kind = pick.choices(("say", "switch", "undo", "retry", "clear", "stop"), (10, 3, 2, 2, 1, 1))[0]
-    if kind == "say":
+    elif kind == "say":
         visitor.say(pick.choice(script(pick.randrange(len(TOPICS)), 4)))
     elif kind == "switch":
         visitor.switch(pick.choice(("small", "large")))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from gradio import networking
 
+from tests.load import soak
 from tests.load.client import Visitor
 from tests.load.load import cancels, crowd, sessions
-from tests.load.soak import canary
 from tests.ui.conftest import free_port
 from workbench.ui import Settings, build, launch_options
 
@@ -46,8 +46,16 @@ def test_stops_and_drops_leave_the_others_exact(small: Any) -> None:
     found = cancels(small, argparse.Namespace(cancels=10, topics=2, tokens=8))
     assert found["exact"] == found["exact_of"] == 5 and found["dropped"] >= 3 and found["stopped"] == 1, found
     assert not found["errors"], found
-    assert canary(small.url) == canary(small.url) != []
+    assert soak.canary(small.url) == soak.canary(small.url) != []
     assert not small.engine.lane.busy and not small.engine.lane.waiting
+
+
+@pytest.mark.slow
+def test_a_short_soak_keeps_its_canary(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = SimpleNamespace(url=small.url, rss_mb=lambda: 1.0, handles=lambda: 9, tracebacks=lambda: 0)
+    monkeypatch.setattr(soak, "MODES", {**soak.MODES, "bad": 5})
+    found = soak.watch(process, minutes=0.1, people=2)
+    assert found["ok"] and found["canary"]["tried"] >= 1 and sum(found["actions"].values()) > 2, found
 
 
 def test_a_page_from_before_a_restart_is_told(tiny: Any, home: Path) -> None:

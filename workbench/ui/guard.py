@@ -163,6 +163,9 @@ class Guard:
                 raise _Refused(400, "The body is not JSON.") from None
             if isinstance(data, dict):
                 self._bind(data.get("session_hash"), owner)
+            if b"\\u" in body:  # half characters cannot be sent back to the page, so they become U+FFFD here
+                text = json.dumps(data, ensure_ascii=False).encode("utf-16", "surrogatepass")
+                body = bytearray(text.decode("utf-16", "replace").encode())
         return _replay({"type": "http.request", "body": bytes(body), "more_body": False}, receive)
 
     def _extra(self, headers: dict[str, str], scope: Any, cookie: str | None) -> list[tuple[bytes, bytes]]:
