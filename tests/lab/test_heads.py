@@ -20,7 +20,7 @@ from workbench.kv.capture import capture_attention, capture_keys_pre
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
 from workbench.lab import head_detail, head_sums, heads
-from workbench.lab.attribution import estimated_gains
+from workbench.lab.attribution import path_gains
 from workbench.lab.branches import Branches
 from workbench.lab.corpus import passages
 from workbench.lab.results import METRICS, HeadMaps, Step, finish
@@ -65,7 +65,7 @@ def brute_force(
         mapper.map_into(source_cache, mapped, ANCHORS, len(ids), source.rotary, target.rotary)
         context = copy(mapped)
         truncate(context, len(ids) - 15)
-        estimates.append(estimated_gains(Branches(target, context, own, ids[-15:-1], 14)).sum(-1))
+        estimates.append(path_gains(Branches(target, context, own, ids[-15:-1], 14)).sum(-1))
         causal = torch.ones(len(ids), len(ids)).tril().bool()
         for layer in range(layers):
             q, k, v, out = seen[layer]

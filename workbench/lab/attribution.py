@@ -6,6 +6,7 @@ step from the mapped tensors to the true ones, is what the exchange wins to firs
     estimate[t, h] = sum over tokens of  dKL/dK · (K_mapped - K_true) + dKL/dV · (V_mapped - V_true)
 
 One forward and one backward pass over the following tokens give it for every head, where patching needs a pass for each.
+The KL is bent along the way, so `path_gains` takes the mean of the gradients at four points of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ from transformers.cache_utils import DynamicLayer
 
 from workbench.kv.cache import layer_tensors
 from workbench.lab.branches import Branches
+
+POINTS = (0.0, 0.25, 0.5, 0.75)
+"""Where on the way from the mapped cache (0) to the true one (1) gradients are taken."""
+
+
+def path_gains(branches: Branches) -> Tensor:
+    """Estimated patch gains of all heads, (L, H, 2) float64 of keys and values: means over `POINTS`."""
+    return torch.stack([estimated_gains(branches, at) for at in POINTS]).mean(0)
 
 
 def estimated_gains(branches: Branches, at: float = 0.0) -> Tensor:

@@ -19,8 +19,8 @@ Definitions; e is a token's error, d the head size, sums over all tokens but the
                   the output projection of the KV head's query heads and r the residual stream: the layer's input
                   plus what its attention adds (a bias of the projection aside)
     output_error_abs  the same without |r|²
-    patch_estimate  what patching the head would win for the text's last tokens, to first order: see
-                  `workbench.lab.attribution`
+    patch_estimate  what patching the head would win for the text's last quarter (128 tokens at most), from gradients:
+                  see `workbench.lab.attribution`
     *_error_sinks, *_middle, *_recent  mean |e|² of the keys or values in a zone of the text, over the mean |y - mean y|²
                   of all tokens; weighted by the zones' tokens the three sum to 1 - r2
 
@@ -42,7 +42,7 @@ from workbench.kv.cache import new_cache, truncate
 from workbench.kv.capture import capture_attention
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
-from workbench.lab.attribution import estimated_gains
+from workbench.lab.attribution import path_gains
 from workbench.lab.branches import Branches
 from workbench.lab.corpus import Document, documents, passages
 from workbench.lab.head_detail import details
@@ -59,7 +59,7 @@ ShouldStop = Callable[[], bool] | None
 Hold = Callable[[ShouldStop], AbstractContextManager[None]]
 DEFAULT_TEXTS, DEFAULT_LENGTH = 8, 512
 CHUNK = 256
-FOLLOWING = 32  # last tokens of a text for which the patch gain is estimated
+FOLLOWING = 128  # last tokens of a text for which the patch gain is estimated
 
 
 def stream(
@@ -192,4 +192,4 @@ def estimate(target: LoadedModel, mapped: Cache, own: Cache, ids: Sequence[int],
     context = len(ids) - 1 - following
     for cache in (mapped, own):
         truncate(cache, context)
-    return estimated_gains(Branches(target, mapped, own, ids[context:-1], following))
+    return path_gains(Branches(target, mapped, own, ids[context:-1], following))

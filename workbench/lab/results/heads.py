@@ -92,7 +92,7 @@ _ALL = (
     ),
     Metric(
         "patch_estimate", "Estimated patch gain", "kv", 0, 0.01, "low", "nats",
-        "Next-token KL that a true head in the mapped cache would win, to first order, from one backward pass.",
+        "Next-token KL that a true head in the mapped cache would win, estimated for all heads from a few gradients.",
     ),
     *(
         Metric(
