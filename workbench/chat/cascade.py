@@ -54,7 +54,9 @@ class Tally:
     fallbacks: int = 0
 
     def add_switch(self, account: Account) -> None:
-        """Count a change of models."""
+        """Count a change of models; before anything was said there is nothing to count."""
+        if not account.tokens:
+            return
         total = account.ms.get("total", 0.0)
         self.mapped += account.mapped
         self.switch_ms += total

@@ -260,7 +260,7 @@ def tally_view(tally: Any) -> str:
         saved = "the large model has not answered yet, so nothing is known of its pace"
     else:
         saved = f"{_saved(against_large)} against always asking the large model (estimate from its pace here)"
-    unknown = f" ({tally.unknown} of unknown length counted as nothing)" if tally.unknown else ""
+    unknown = f" ({tally.unknown} of unknown cost counted as nothing)" if tally.unknown else ""
     fallbacks = f" {tally.fallbacks} changes read everything after all." if tally.fallbacks else ""
     return (
         '<section class="kv-panel" aria-label="Automatic mode"><h2>Automatic mode</h2>'

@@ -234,7 +234,9 @@ def tasks_view(scores: Any) -> str:
     """Accuracies with intervals, what is kept, and where mapped differs from an arm beyond chance."""
     from workbench.lab.results import ARMS, TASKS
 
-    arms = [arm for arm in ARMS if any(arm in task.arms for task in scores.tasks.values())]
+    present = [arm for arm in ARMS if any(arm in task.arms for task in scores.tasks.values())]
+    # What is kept stands first, and the source's own score with it: the controls may be scrolled to.
+    arms = ["mapped", "native", "source", *(a for a in present if a not in ("mapped", "native", "source"))]
     rows = []
     for name, task in scores.tasks.items():
         note = "" if task.informative else "<br><b>uninformative</b>: the context does not matter"
@@ -251,16 +253,17 @@ def tasks_view(scores: Any) -> str:
             (
                 f"<b>{esc(kind.title if kind else name)}</b><br><span class='kv-note'>"
                 f"{esc(kind.asks if kind else '')}; {task.n} items</span>{note}",
-                *cells,
-                number(task.chance, 2),
                 interval(task.retention, 2),
                 number(task.retention_floor.value, 2),
+                *cells[:3],
+                number(task.chance, 2),
+                *cells[3:],
                 "–" if task.source_gap is None else interval(task.source_gap, 2),
             )
         )
     head = [
-        "Task", *(esc(arm.replace("_", " ")) for arm in arms), term("chance"), term("retention"),
-        term("retention floor"), "gap to source",
+        "Task", term("retention"), term("retention floor"), "mapped", "native", "source", term("chance"),
+        *(esc(arm.replace("_", " ")) for arm in arms[3:]), "gap to source",
     ]  # fmt: skip
     caption = (
         f"Accuracy with its 95 % interval, the same items for every arm; {scores.anchors} {term('anchors')}, "
