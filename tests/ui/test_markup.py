@@ -20,6 +20,8 @@ def account(**changes: object) -> SimpleNamespace:
         "reused": 10,
         "mapped": 70,
         "native": 20,
+        "mapped_ahead": 0,
+        "ahead_ms": 0.0,
         "anchors": 4,
         "hold_back": 16,
         "prefill_ms": 400.0,
@@ -53,6 +55,9 @@ def message(role: str, text: str, **changes: object) -> SimpleNamespace:
         "rerun": 0,
         "tokens_per_second": 3.0,
         "token_ids": [1, 2],
+        "uncertainty": None,
+        "replaced": "",
+        "doubt": None,
     }
     return SimpleNamespace(**{**base, **changes})
 

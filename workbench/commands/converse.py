@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hold-back", type=int, metavar="H", help="last tokens run natively (default: the mapper's)"
     )
     parser.add_argument(
-        "--policy", type=Path, metavar="FILE", help="bars; a pair that misses them is not mapped, or with a warning"
+        "--policy",
+        type=Path,
+        metavar="FILE",
+        help="bars; a pair that misses them is not mapped, or with a warning",
     )
     parser.add_argument(
         "--measure-prefill", action="store_true", help="time the prefill that each switch avoided"
