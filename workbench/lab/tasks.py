@@ -267,12 +267,19 @@ def _passages(
 def _next_sentence(
     cut: Sequence[_Cut], following: Sequence[tuple[int, ...]], i: int, rng: np.random.Generator
 ) -> Question | None:
-    """The right opening among three of other documents of the same kind of text, all equally long."""
+    """The right opening among three of other documents, all equally long: one of the same kind of text, two of others.
+
+    With three of the same kind a small model is near chance even with the context.
+    """
     kind, own = _kind(cut[i].document), cut[i].document
-    others = [j for j, place in enumerate(cut) if place.document != own and place.document.startswith(kind)]
-    if len(others) < 3:
-        others = [j for j, place in enumerate(cut) if place.document != cut[i].document]
-    wrong = [following[j][:SENTENCE] for j in rng.choice(others, 3, replace=False)]
+    others = [j for j, place in enumerate(cut) if place.document != own]
+    alike = [j for j in others if cut[j].document.startswith(kind)]
+    unlike = [j for j in others if not cut[j].document.startswith(kind)]
+    if alike and len(unlike) >= 2:
+        picked = [int(rng.choice(alike)), *map(int, rng.choice(unlike, 2, replace=False))]
+    else:
+        picked = [int(j) for j in rng.choice(others, 3, replace=False)]
+    wrong = [following[j][:SENTENCE] for j in picked]
     return _shuffled("next_sentence", (), following[i][:SENTENCE], wrong, rng)
 
 
@@ -284,14 +291,14 @@ def _kind(document: str) -> str:
 def _last_word(
     tokenizer: Any, ids: Sequence[int], following: Sequence[int], rng: np.random.Generator
 ) -> Question | None:
-    """The last word of the following text that the context has too, against three other words of the context."""
+    """The following text up to its first word that the context has too, against three other words of the context."""
     text = tokenizer.decode(list(following), clean_up_tokenization_spaces=False)
     context = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
     known = sorted(_content_words(context))
-    ends = [m for m in re.finditer(r"(?<= )[a-z]{4,}(?=[ .,;:!?])", text) if m[0] in known and m.start() > 20]
+    ends = [m for m in re.finditer(r"(?<= )[a-z]{4,}(?=[ .,;:!?])", text) if m[0] in known and m.start() > 8]
     if not ends or len(known) < 4:
         return None
-    word = ends[-1]
+    word = ends[0]  # the shorter what stands before it, the more the context matters
     wrong = list(rng.choice([w for w in known if w != word[0]], 3, replace=False))
     prefix = plain_ids(tokenizer, text[: word.start() - 1])
     return _shuffled(
