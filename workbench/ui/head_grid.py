@@ -48,7 +48,7 @@ def difference_value(
         a, b = (np.log2(np.maximum(values, 1e-12)) for values in (a, b))
     gap = (a - b) * (1 if kind.better == "high" else -1)
     reach = 2.0 if kind.log else (kind.high - kind.low) / 4
-    values = [[None if math.isnan(x) else float(x) for x in row] for row in gap.tolist()]
+    values = [[None if math.isnan(x) else round(x, 3) + 0.0 for x in row] for row in gap.tolist()]  # no -0
     return {
         **grid_value(result, metric, pick, marked),
         "values": values,

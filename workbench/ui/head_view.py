@@ -251,7 +251,7 @@ def mappers_line(manifest: Mapping[str, Any]) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{value:.0%}" if math.isfinite(value) else "–"
+    return f"{round(value, 2) + 0.0:.0%}" if math.isfinite(value) else "–"  # no -0 %
 
 
 def _or_low(value: float) -> float:
