@@ -425,7 +425,9 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if end_of_turn is not None:
         found.add(end_of_turn)
     if not getattr(tokenizer, "chat_template", None):
-        found.update(tokenizer.encode("\n\n", add_special_tokens=False)[-1:])  # one token, or the last newline
+        found.update(
+            tokenizer.encode("\n\n", add_special_tokens=False)[-1:]
+        )  # one token, or the last newline
     return frozenset(i for i in found if 0 <= i < model.config.vocab_size)
 
 
