@@ -62,7 +62,9 @@ def main() -> int:
         return error.exit_status
     except KeyboardInterrupt:
         return 130
-    with contextlib.suppress(OSError):  # only a short cut: a Python that cannot be written looks again next time
+    with contextlib.suppress(
+        OSError
+    ):  # only a short cut: a Python that cannot be written looks again next time
         NOTE.write_text(json.dumps({"fingerprint": fingerprint(), "folders": folders}))
     return 0
 

@@ -146,7 +146,9 @@ def test_gate_fails_when_the_path_is_wrong(monkeypatch):
     """A rotation off by one position must be noticed."""
     model = wrap(tiny_model("llama"), tiny_tokenizer(), "llama")
     rotate = model.rotary.rotate
-    monkeypatch.setattr(model.rotary, "rotate", lambda k, start=0, out=None, **which: rotate(k, start + 1, out, **which))
+    monkeypatch.setattr(
+        model.rotary, "rotate", lambda k, start=0, out=None, **which: rotate(k, start + 1, out, **which)
+    )
     assert not gate(model, random_ids(60)).ok
 
 

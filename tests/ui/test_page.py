@@ -169,9 +169,9 @@ def test_a_link_opens_a_tab(server: Any, open_page: Any) -> None:
     page = open_page(f"{server.url}?tab=heads", size="narrow")
     page.wait_for_function(SELECTED, arg="Heads")
     open_tab(page, "fit")
-    assert "tab=fit" in page.url
+    page.wait_for_function("location.search.includes('tab=fit')")
     open_tab(page, "chat")
-    assert "tab=" not in page.url
+    page.wait_for_function("!location.search.includes('tab=')")
 
 
 def test_served_plainly(server: Any) -> None:

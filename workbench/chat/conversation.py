@@ -178,7 +178,16 @@ class Conversation:
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
         """Several steps as one: when one of them fails, what was said, the side and the accounts are as before."""
-        names = ("messages", "accounts", "side", "_ids", "_template_side", "_new_account", "_switch_ids", "_attempt")
+        names = (
+            "messages",
+            "accounts",
+            "side",
+            "_ids",
+            "_template_side",
+            "_new_account",
+            "_switch_ids",
+            "_attempt",
+        )
         before = {name: getattr(self, name) for name in names}
         before |= {name: list(before[name]) for name in ("messages", "accounts", "_ids")}
         try:

@@ -41,10 +41,11 @@ def common_beginning(tokenizer: Any) -> list[int]:
     """Token ids that every chat begins with; [] without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         return []
-    first, second = (
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=True, return_dict=False)
-        for text in ("1", "?")
+    texts = (
+        tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        for content in ("1", "?")
     )
+    first, second = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
     return list(first[: common_prefix(first, second)])
 
 

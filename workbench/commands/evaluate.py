@@ -27,7 +27,13 @@ DEFAULT_PASSAGES = 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the evaluation; the pair and the direction are common to all commands."""
     parser.add_argument(
-        "--text", "--texts", dest="text", type=Path, nargs="+", metavar="FILE", help="texts (default: the held-out ones)"
+        "--text",
+        "--texts",
+        dest="text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="texts (default: the held-out ones)",
     )
     parser.add_argument("--chats", action="store_true", help="measure on the held-out chats instead")
     parser.add_argument(

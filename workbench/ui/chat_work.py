@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import Cancelled
-from workbench.ui.engine import Engine
+from workbench.ui.engine import Engine, import_libraries
 from workbench.ui.jobs import StopFlag
 from workbench.ui.session import Request, Visit
 
@@ -64,6 +64,7 @@ def carry_out(
     """
     if "torch" not in sys.modules:
         post(("Starting the model libraries",))
+    import_libraries()
     from workbench.chat import cascade
     from workbench.chat.conversation import Conversation
     from workbench.chat.decode import CHAT_REPETITION_PENALTY, Sampling

@@ -24,8 +24,7 @@ log = logging.getLogger("workbench.ui")
 MAX_HOSTS = 2  # pairs held in memory: the one the page started with and one more
 SIDES = {"up": ("small", "large"), "down": ("large", "small")}
 ARROWS = {"up": "small → large", "down": "large → small"}
-
-
+_importing = threading.Lock()
 DROPPED = (
     "To make room, the server has freed this chat's caches. Nothing that was said is lost; the model reads "
     "the conversation again."
@@ -44,6 +43,13 @@ class Look:
     names: dict[str, str]
     details: dict[str, str]
     loaded: frozenset[str]
+
+
+def import_libraries() -> None:
+    """Imports what computes. One thread at a time: transformers fills itself in while others already look at it."""
+    with _importing:
+        import workbench.chat.conversation
+        import workbench.lab.compare  # noqa: F401
 
 
 class Engine:
@@ -114,10 +120,13 @@ class Engine:
             return self._hosts[ref.name]
 
     def _host(self, ref: Any) -> Any:
+        import_libraries()
         from workbench.models.pair import PairHost
 
         s = self.settings
-        return PairHost(ref, device_map=s.device_map, dtype=s.dtype, max_memory=s.max_memory, by_side=s.by_side)
+        return PairHost(
+            ref, device_map=s.device_map, dtype=s.dtype, max_memory=s.max_memory, by_side=s.by_side
+        )
 
     def warm_up(self) -> None:
         """Imports the heavy libraries in the background, once, after the first page has been sent."""
@@ -127,8 +136,7 @@ class Engine:
 
         def body() -> None:
             try:
-                import workbench.chat.conversation
-                import workbench.lab.compare  # noqa: F401
+                import_libraries()
             except Exception:
                 log.exception("The model libraries could not be imported")
 
