@@ -178,7 +178,7 @@ class PairHost:
         self._mappers[direction] = (moved, manifest)  # type: ignore[assignment]
 
     def forget_mapper(self, direction: str) -> None:
-        """Read the artefact again when it is next needed, for example after a new fit. One that was given in memory stays."""
+        """Read the artefact again when it is next needed, for example after a new fit. One given in memory stays."""
         if self._in_memory:
             return
         with self._loading:
