@@ -18,7 +18,7 @@ from workbench.__main__ import main
 from workbench.commands import COMMANDS
 from workbench.errors import WorkbenchError
 from workbench.kv import artefact
-from workbench.kv.artefact import Manifest
+from workbench.kv.manifest import Manifest
 from workbench.kv.mapper import KVMapper
 from workbench.models.loading import load
 

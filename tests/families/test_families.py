@@ -19,9 +19,10 @@ from workbench.chat.handoff import gate, hand_over
 from workbench.kv import artefact
 from workbench.kv.cache import layer_tensors, length, new_cache
 from workbench.kv.capture import capture_keys_pre
-from workbench.kv.fit import FitOptions, fit
+from workbench.kv.fit import fit
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
+from workbench.kv.options import FitOptions
 from workbench.lab import heads
 from workbench.lab.results import finish
 from workbench.models.loading import LoadedModel, wrap

@@ -18,7 +18,8 @@ from tests.fuzz.mutate import bytes_of, json_of
 from tests.kv.test_mapper import random_mapper
 from workbench.errors import ArtefactError
 from workbench.kv import artefact
-from workbench.kv.artefact import MANIFEST, TENSORS, Manifest, ModelIdentity
+from workbench.kv.artefact import MANIFEST, TENSORS
+from workbench.kv.manifest import Manifest, ModelIdentity, checksum
 
 SECONDS = 2.0
 
@@ -96,7 +97,7 @@ def test_fields_are_checked_also_where_the_sum_fits(made: Any, data: Any) -> Non
     original = {name: value for name, value in json.loads(made[1][MANIFEST]).items() if name != "sum"}
     changed = data.draw(json_of(original))
     try:
-        manifest = Manifest.from_json(changed | {"sum": artefact._sum(changed)})
+        manifest = Manifest.from_json(changed | {"sum": checksum(changed)})
     except ArtefactError as error:
         assert "\n" not in str(error)
         return

@@ -20,7 +20,8 @@ from tests.fuzz.test_artefact import made as made
 from tests.fuzz.test_artefact import same
 from tests.ui.tiny import text
 from workbench.kv import artefact
-from workbench.kv.fit import FitOptions, fit
+from workbench.kv.fit import fit
+from workbench.kv.options import FitOptions
 from workbench.models.loading import wrap
 
 SAVES, FITS = (50, 20) if LONG else (6, 2)

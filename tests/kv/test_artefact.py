@@ -16,7 +16,8 @@ from tests.conftest import tiny_model
 from tests.kv.test_mapper import low_rank_mapper, random_mapper
 from workbench.errors import ArtefactError
 from workbench.kv import artefact
-from workbench.kv.artefact import MANIFEST, TENSORS, Manifest, ModelIdentity
+from workbench.kv.artefact import MANIFEST, TENSORS
+from workbench.kv.manifest import Manifest, ModelIdentity, checksum
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,7 @@ def test_overlapping_offsets_and_absurd_numbers_are_refused(saved):
     del data["sum"]
     with pytest.raises(ArtefactError, match="manifest's sum does not fit"):
         Manifest.from_json(data)
-    path.write_text(json.dumps(data | {"sum": artefact._sum(data)}))
+    path.write_text(json.dumps(data | {"sum": checksum(data)}))
     with pytest.raises(ArtefactError, match="no valid safetensors"):
         artefact.load(saved)
     path.write_text('{"format": ' + "1" * 5000 + "}")
@@ -325,6 +326,6 @@ def test_forms_in_a_manifest_are_checked(saved, change, message):
     path = saved / MANIFEST
     data = json.loads(path.read_text()) | change
     del data["sum"]
-    path.write_text(json.dumps(data | {"sum": artefact._sum(data)}))
+    path.write_text(json.dumps(data | {"sum": checksum(data)}))
     with pytest.raises(ArtefactError, match=message):
         artefact.load(saved)

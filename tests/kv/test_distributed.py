@@ -19,7 +19,8 @@ torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
 from tests.conftest import tiny_model, tiny_tokenizer
 from workbench.kv import distributed
-from workbench.kv.fit import FitOptions, fit
+from workbench.kv.fit import fit
+from workbench.kv.options import FitOptions
 from workbench.models.loading import wrap
 tokenizer = tiny_tokenizer()
 source = wrap(tiny_model("llama", 1, num_hidden_layers=2), tokenizer, "source")

@@ -8,7 +8,8 @@ from tests.kv.test_mapper import filled
 from workbench.errors import Cancelled, IncompatiblePairError, InputError
 from workbench.kv import artefact
 from workbench.kv.cache import layer_tensors, new_cache
-from workbench.kv.fit import FitOptions, Gatherer, cut_sequences, fit
+from workbench.kv.fit import Gatherer, fit
+from workbench.kv.options import FitOptions, cut_sequences
 from workbench.kv.state import FitState
 from workbench.models.loading import wrap
 

@@ -8,8 +8,9 @@ from tests.conftest import tiny_model, tiny_tokenizer
 from tests.lab.conftest import random_mapper, texts
 from workbench.errors import ArtefactError, InputError
 from workbench.kv import artefact
-from workbench.kv.fit import FitOptions, fit
+from workbench.kv.fit import fit
 from workbench.kv.mapper import KVMapper
+from workbench.kv.options import FitOptions
 from workbench.lab import mappers
 from workbench.lab.results import KINDS, MapperTable, finish
 from workbench.models.loading import wrap

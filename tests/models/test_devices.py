@@ -19,7 +19,8 @@ from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
 from workbench.models import loading
 from workbench.models.catalog import resolve
-from workbench.models.loading import layer_devices, load, wrap
+from workbench.models.devices import layer_devices
+from workbench.models.loading import load, wrap
 from workbench.models.pair import PairHost
 
 CPU, OTHER = (

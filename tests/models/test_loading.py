@@ -16,8 +16,9 @@ from tests.conftest import random_ids, tiny_model, tiny_tokenizer
 from workbench.errors import InputError, ModelUnavailableError, UnsupportedModelError, WorkbenchError
 from workbench.kv.cache import layer_tensors, new_cache
 from workbench.kv.forward import forward
-from workbench.models import loading, sources
-from workbench.models.loading import choose_dtype, load, parse_device_map, parse_max_memory, stop_ids, wrap
+from workbench.models import devices, loading, sources
+from workbench.models.devices import choose_dtype, parse_device_map, parse_max_memory
+from workbench.models.loading import load, stop_ids, wrap
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +120,10 @@ def test_stop_ids_come_from_all_three_places() -> None:
 
 
 def test_auto_dtype_looks_at_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "cpu_bfloat16_flag", lambda: "")
+    monkeypatch.setattr(devices, "cpu_bfloat16_flag", lambda: "")
     dtype, reason = choose_dtype(torch.device("cpu"))
     assert dtype == torch.float32 and "no native bfloat16" in reason
-    monkeypatch.setattr(loading, "cpu_bfloat16_flag", lambda: "amx_bf16")
+    monkeypatch.setattr(devices, "cpu_bfloat16_flag", lambda: "amx_bf16")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
     dtype, reason = choose_dtype(torch.device("cpu"))
     assert dtype == torch.bfloat16 and "amx_bf16" in reason

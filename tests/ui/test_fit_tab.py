@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import tiny_config
 from workbench.errors import InputError, ModelUnavailableError
-from workbench.kv.fit import FitOptions
+from workbench.kv.options import FitOptions
 from workbench.lab.calibration import calibration_texts
 from workbench.models.catalog import resolve
 from workbench.ui.engine import Engine

@@ -38,7 +38,8 @@ def text(words: int, seed: int = 0) -> str:
 def tiny_host(max_positions: int = 4096) -> Any:
     """A `PairHost` of two random models; their answers are noise, but everything else is real."""
     from tests.conftest import tiny_model, tiny_tokenizer
-    from workbench.kv.fit import FitOptions, fit
+    from workbench.kv.fit import fit
+    from workbench.kv.options import FitOptions
     from workbench.models.loading import wrap
     from workbench.models.pair import PairHost
 

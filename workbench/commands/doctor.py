@@ -80,7 +80,7 @@ def devices() -> str:
 
 def dtype_and_why(args: argparse.Namespace) -> str:
     """The dtype that models would be loaded in."""
-    from workbench.models.loading import first_device, parse_device_map, resolve_dtype
+    from workbench.models.devices import first_device, parse_device_map, resolve_dtype
 
     dtype, reason = resolve_dtype(args.dtype, first_device(parse_device_map(args.device_map)))
     return f"{str(dtype).removeprefix('torch.')}: {reason}"

@@ -104,7 +104,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     from workbench.commands.common import host_from_args
     from workbench.kv import distributed
     from workbench.kv.artefact import save
-    from workbench.kv.fit import FitOptions, cut_sequences, fit
+    from workbench.kv.fit import fit
+    from workbench.kv.options import FitOptions, cut_sequences
     from workbench.lab.calibration import calibration_texts
     from workbench.models.place import home
 

@@ -20,10 +20,8 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -31,162 +29,13 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from workbench.errors import ArtefactError, UnsupportedModelError
-from workbench.kv.mapper import FEATURES, KVMapper, expected_shapes
-from workbench.kv.spec import KVSpec
+from workbench.errors import ArtefactError
+from workbench.kv.manifest import Manifest, ModelIdentity
+from workbench.kv.mapper import KVMapper, expected_shapes
 
-FORMAT = 2  # 1 had full matrices only; such manifests are still read
-READABLE = (1, FORMAT)
 TENSORS, MANIFEST = "mapper.safetensors", "manifest.json"
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 MANIFEST_LIMIT, HEADER_LIMIT = 4_000_000, 16_000_000
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """What exactly a model is: `revision` is a hub commit or a hash of its files, `tokenizer` a hash of its ids."""
-
-    name: str
-    revision: str
-    spec: KVSpec
-    tokenizer: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Everything about a mapper but its numbers. `held_out` figures come from tokens that played no part in the fit.
-
-    `features`, `ranks` and `hidden` are the mapper's form (see `KVMapper`); `selection` says how source layers were
-    chosen, `polish` how many steps of gradient descent followed the closed form.
-    """
-
-    direction: str
-    source: ModelIdentity
-    target: ModelIdentity
-    objective: str
-    top_k: int | str
-    ridge: float | str
-    anchors: int
-    hold_back: int
-    key_layers: tuple[tuple[int, ...], ...]
-    value_layers: tuple[tuple[int, ...], ...]
-    calibration: dict[str, Any]
-    held_out: dict[str, Any]
-    versions: dict[str, str]
-    tensors_sha256: str = ""
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    format: int = FORMAT
-    features: str = "own"
-    ranks: tuple[int, ...] = ()
-    hidden: int = 0
-    selection: str = "ranked"
-    polish: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        data = asdict(self)
-        if self.format == 1:
-            data = {name: value for name, value in data.items() if name not in _SINCE_2}
-        for side in ("source", "target"):
-            data[side]["spec"] = getattr(self, side).spec.to_json()
-        return data if self.format == 1 else data | {"sum": _sum(data)}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Manifest:
-        """The inverse of `to_json`.
-
-        Raises:
-            ArtefactError: naming the first field that is missing, unknown or of the wrong type.
-        """
-        if not isinstance(data, dict):
-            raise ArtefactError("The manifest is not a JSON object.")
-        data = dict(data)
-        stated = data.pop("sum", None)
-        if data.get("format") not in READABLE or isinstance(data["format"], bool):
-            raise ArtefactError(
-                f"The manifest's format is {data.get('format')!r}, this program reads "
-                f"{' and '.join(map(str, READABLE))}.",
-                "Update the program or fit the mapper again.",
-            )
-        names = set(cls.__dataclass_fields__) - (set(_SINCE_2) if data["format"] == 1 else set())
-        for name in sorted(names ^ set(data)):
-            raise ArtefactError(
-                f"The manifest has {'no' if name in names else 'an unknown'} field {str(name)[:80]!r}."
-            )
-        values = dict(data)
-        checks: dict[str, type | tuple[type, ...]] = {
-            "direction": str, "objective": str, "top_k": (int, str), "ridge": (int, float, str), "anchors": int,
-            "hold_back": int, "calibration": dict, "held_out": dict, "versions": dict, "tensors_sha256": str,
-            "created": str,
-        }  # fmt: skip
-        if data["format"] != 1:
-            checks |= _SINCE_2
-        for name, kind in checks.items():
-            if not isinstance(values[name], kind) or isinstance(values[name], bool):
-                raise ArtefactError(f"The manifest's field {name!r} has the wrong type.")
-        if not 0 <= values["anchors"] <= 1_000_000 or not 1 <= values["hold_back"] <= 1_000_000:
-            raise ArtefactError("The manifest's anchors must be 0 or more and hold_back 1 or more.")
-        for side in ("source", "target"):
-            values[side] = _identity_from_json(side, values[side])
-        if "ranks" in values:
-            values["ranks"] = tuple(values["ranks"])
-            sizes = (*values["ranks"], values["hidden"], values["polish"])
-            if not all(type(size) is int and 0 <= size < 2**31 for size in sizes) or 0 in values["ranks"]:
-                raise ArtefactError(
-                    "The manifest's ranks, hidden and polish must be whole numbers, ranks above 0."
-                )
-            if values["features"] not in FEATURES:
-                raise ArtefactError(f"The manifest's features must be one of: {', '.join(FEATURES)}.")
-        for name in ("key_layers", "value_layers"):
-            values[name] = _layers_from_json(name, values[name], values["source"].spec, values["target"].spec)
-        if data["format"] != 1 and stated != _sum(data):
-            raise ArtefactError(
-                "The manifest's sum does not fit its fields: it was changed after it was written.",
-                "Fetch the mapper again or fit it again.",
-            )
-        return cls(**values)
-
-
-def _sum(data: dict[str, Any]) -> str:
-    """A checksum of all other fields, as they are after a way through JSON."""
-    plain = json.loads(json.dumps(data))
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-_SINCE_2: dict[str, type | tuple[type, ...]] = {
-    "features": str, "ranks": (list, tuple), "hidden": int, "selection": str, "polish": int,
-}  # fmt: skip
-"""Fields that format 1 did not have, with their types."""
-
-
-def _identity_from_json(side: str, data: Any) -> ModelIdentity:
-    if not isinstance(data, dict) or set(data) != {"name", "revision", "spec", "tokenizer"}:
-        raise ArtefactError(f"The manifest's field {side!r} must have name, revision, spec and tokenizer.")
-    if not all(isinstance(data[name], str) for name in ("name", "revision", "tokenizer")):
-        raise ArtefactError(f"The manifest's field {side!r} has a wrong type inside.")
-    try:
-        spec = KVSpec.from_json(data["spec"])
-        sizes = (
-            spec.layers,
-            spec.kv_heads,
-            spec.query_heads,
-            spec.head_dim,
-            spec.vocab_size,
-            spec.max_positions,
-        )
-        if not all(type(size) is int and 0 < size < 2**31 for size in sizes):
-            raise ValueError("a size is no positive whole number")
-    except (TypeError, ValueError, KeyError, AttributeError, UnsupportedModelError) as error:
-        raise ArtefactError(f"The manifest's field '{side}.spec' cannot be read.") from error
-    return ModelIdentity(data["name"], data["revision"], spec, data["tokenizer"])
-
-
-def _layers_from_json(name: str, data: Any, source: KVSpec, target: KVSpec) -> tuple[tuple[int, ...], ...]:
-    good = isinstance(data, list) and len(data) == target.layers
-    good = good and all(isinstance(chosen, list) and 0 < len(chosen) <= source.layers for chosen in data)
-    if not good or not all(type(i) is int and 0 <= i < source.layers for chosen in data for i in chosen):
-        raise ArtefactError(f"The manifest's field {name!r} must list source layers for each target layer.")
-    return tuple(tuple(chosen) for chosen in data)
 
 
 def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype = torch.float16) -> Manifest:

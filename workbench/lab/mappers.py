@@ -24,11 +24,12 @@ import torch
 from workbench.chat.handoff import hand_over
 from workbench.errors import InputError
 from workbench.kv import artefact
-from workbench.kv.artefact import Manifest
 from workbench.kv.cache import new_cache
-from workbench.kv.fit import FitOptions, fit
+from workbench.kv.fit import fit
 from workbench.kv.forward import forward
+from workbench.kv.manifest import Manifest
 from workbench.kv.mapper import KVMapper
+from workbench.kv.options import FitOptions
 from workbench.lab.corpus import Document, Passage, documents, passages
 from workbench.lab.intervals import Bootstrap
 from workbench.lab.provenance import models_of, text_hash, trace

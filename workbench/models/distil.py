@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from workbench.models.loading import choose_dtype
+from workbench.models.devices import choose_dtype
 
 Progress = Callable[[float, str], None]
 CHUNK = 256

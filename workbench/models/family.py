@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from workbench.errors import InputError
 from workbench.models import embedded, packing
+from workbench.models.devices import choose_dtype
 from workbench.models.distil import (
     Block,
     Distiller,
@@ -35,7 +36,6 @@ from workbench.models.distil import (
     hidden_states,
     stack,
 )
-from workbench.models.loading import choose_dtype
 from workbench.models.refit import refit_down_projections
 from workbench.models.selfchat import (
     ChatOptions,

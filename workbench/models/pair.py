@@ -17,7 +17,7 @@ from typing import Any
 
 from workbench.errors import ArtefactError, Cancelled, IncompatiblePairError, InputError, WorkbenchError
 from workbench.kv import artefact
-from workbench.kv.artefact import Manifest
+from workbench.kv.manifest import Manifest
 from workbench.kv.mapper import KVMapper
 from workbench.kv.spec import KVSpec, check_pair, check_tokenizers
 from workbench.models.catalog import SIDES, PairRef, artefact_folder, other_side, source_side, target_side

@@ -319,7 +319,7 @@ def plan_pair(
 
 def auto_dtypes(given: dict[str, str] | None = None) -> dict[str, str]:
     """Names of the dtypes that models are loaded in, for those that are "auto" or not given."""
-    from workbench.models.loading import first_device, resolve_dtype
+    from workbench.models.devices import first_device, resolve_dtype
 
     chosen = {}
     for side in SIDES:

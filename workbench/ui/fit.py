@@ -260,7 +260,7 @@ class FitTab:
         stop = take_flag(visit)
 
         def work(post: Callable[[Any], None], should_stop: StopFlag) -> Any:
-            from workbench.kv.fit import FitOptions
+            from workbench.kv.options import FitOptions
 
             options = FitOptions(
                 sequences=int(sequences),

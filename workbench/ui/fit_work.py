@@ -12,7 +12,7 @@ from workbench.ui.engine import SIDES, Engine
 from workbench.ui.jobs import StopFlag
 
 if TYPE_CHECKING:
-    from workbench.kv.fit import FitOptions
+    from workbench.kv.options import FitOptions
     from workbench.models.catalog import PairRef
 
 
@@ -68,7 +68,8 @@ def fit_and_save(
     from workbench.chat.handoff import gate
     from workbench.commands.fit import check_writable
     from workbench.kv.artefact import save
-    from workbench.kv.fit import cut_sequences, fit
+    from workbench.kv.fit import fit
+    from workbench.kv.options import cut_sequences
     from workbench.lab.calibration import calibration_texts
     from workbench.models.catalog import own_artefact_folder
 
