@@ -23,6 +23,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import Cache
 
 from workbench.errors import Cancelled
@@ -275,8 +276,9 @@ class KVMapper:
         clock = perf_counter()
         device = self.key_weight[t].device
         heads = self.target.kv_heads
-        k_pre = torch.addmm(self.key_bias[t], features.of("key", t, device), self.key_weight[t])
-        value = torch.addmm(self.value_bias[t], features.of("value", t, device), self.value_weight[t])
+        # `linear` and not `addmm`, which takes twice as long in bfloat16 on a CPU: it spreads the bias out first.
+        k_pre = linear(features.of("key", t, device), self.key_weight[t].t(), self.key_bias[t])
+        value = linear(features.of("value", t, device), self.value_weight[t].t(), self.value_bias[t])
         _wait_for(device)
         after_product = perf_counter()
         n = k_pre.shape[0]
