@@ -13,6 +13,7 @@ from workbench.errors import Cancelled, InputError
 from workbench.kv.cache import layer_tensors, new_cache
 from workbench.kv.forward import forward
 from workbench.lab import retention
+from workbench.lab.arms import zero_cache
 from workbench.lab.corpus import Passage, passages
 from workbench.lab.intervals import Bootstrap
 from workbench.lab.likelihood import cross_entropy, kl_divergence, same_argmax
@@ -60,10 +61,9 @@ def test_the_wrong_document_arm_reads_the_other_document(same: PairHost) -> None
 
 
 def test_the_zero_cache_is_zero_behind_native_anchors(host: PairHost) -> None:
-    small, large = host.model("small"), host.model("large")
-    arms = retention._Arms(small, large, host.mapper("up")[0], N, None)
+    large = host.model("large")
     ids = passages(large.tokenizer, texts(1), N + M, 1)[0].ids
-    cache = arms._zeros(ids, 3, 30)
+    cache = zero_cache(large, ids, 3, 30)
     native = new_cache(3)
     forward(large.model, ids[:3], native, keep=0)
     for layer in range(3):

@@ -59,6 +59,26 @@ def unmapped(source: LoadedModel, target: LoadedModel, like: KVMapper) -> tuple[
     return mapper.to(target.dtype, target.layer_devices), ""
 
 
+def zero_cache(target: LoadedModel, ids: Sequence[int], anchors: int, stop: int) -> Cache:
+    """The control without any information: native anchors, then zeros in place of what a mapper would write.
+
+    Args:
+        target: the model that reads it.
+        ids: of the context.
+        anchors: first tokens run natively.
+        stop: tokens that the cache holds in the end; there is room for all of `ids`.
+    """
+    spec, cache = target.spec, new_cache(target.spec.layers, len(ids))
+    if anchors:
+        forward(target.model, ids[:anchors], cache, keep=0)
+    layers: Sequence[Any] = cache.layers
+    for layer, device in zip(layers, target.layer_devices, strict=True):
+        shape = (stop - anchors, spec.kv_heads, spec.head_dim)
+        for slots in layer.append_slots(*shape, target.dtype, device):
+            slots.zero_()
+    return cache
+
+
 class ArmCaches:
     """Makes the caches of all arms for one context after the other."""
 
@@ -158,15 +178,7 @@ class ArmCaches:
 
     def _zeros(self, ids: Sequence[int], stop: int) -> Cache:
         """Native anchors, zeros up to `stop`, the rest native."""
-        spec, cache = self.target.spec, new_cache(self.target.spec.layers, len(ids))
-        anchors = min(self.anchors, stop)
-        if anchors:
-            forward(self.target.model, ids[:anchors], cache, keep=0)
-        layers: Sequence[Any] = cache.layers
-        for layer, device in zip(layers, self.target.layer_devices, strict=True):
-            shape = (stop - anchors, spec.kv_heads, spec.head_dim)
-            for slots in layer.append_slots(*shape, self.target.dtype, device):
-                slots.zero_()
+        cache = zero_cache(self.target, ids, min(self.anchors, stop), stop)
         if len(ids) - 1 > length(cache):
             forward(self.target.model, ids[stop:-1], cache, keep=0)
         return cache

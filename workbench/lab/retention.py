@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from workbench.errors import Cancelled, InputError
 from workbench.kv.cache import copy, new_cache, truncate
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
-from workbench.lab.arms import Recipe, unmapped
+from workbench.lab.arms import Recipe, unmapped, zero_cache
 from workbench.lab.corpus import Document, Passage, documents, passages
 from workbench.lab.intervals import Bootstrap
 from workbench.lab.likelihood import cross_entropy, kl_divergence, same_argmax
@@ -183,7 +183,7 @@ class _Arms:
         wrong_ids = (*wrong.ids[: n - h], *ids[n - h :])
         arms = {
             "mapped": self._hand_over(ids, own, anchors, h),
-            "zero": self._follow(self.target, ids[n - h :], self._zeros(ids, anchors, n - h), h),
+            "zero": self._follow(self.target, ids[n - h :], zero_cache(self.target, ids, anchors, n - h), h),
             "wrong_document": self._hand_over(wrong_ids, wrong_source, anchors, h),
         }
         if self.identity is not None:
@@ -222,18 +222,6 @@ class _Arms:
         rest = forward(self.target.model, ids[n:-1], cache, keep=len(ids) - n - 1)
         assert rest is not None
         return torch.cat((first, rest))
-
-    def _zeros(self, ids: Sequence[int], anchors: int, stop: int) -> Cache:
-        """Native anchors, then zeros up to `stop`."""
-        spec, cache = self.target.spec, new_cache(self.target.spec.layers)
-        if anchors:
-            forward(self.target.model, ids[:anchors], cache, keep=0)
-        layers: Sequence[Any] = cache.layers
-        for layer, device in zip(layers, self.target.layer_devices, strict=True):
-            shape = (stop - anchors, spec.kv_heads, spec.head_dim)
-            for slots in layer.append_slots(*shape, self.target.dtype, device):
-                slots.zero_()
-        return cache
 
     def _follow(self, model: LoadedModel, ids: Sequence[int], cache: Cache, given: int) -> Tensor:
         """Run ids over a cache and predict those after the first `given`; the last id is only predicted."""
