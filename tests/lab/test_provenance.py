@@ -65,3 +65,9 @@ def test_the_environment_names_the_processor() -> None:
     assert here.processor and here.threads >= 1 and "float32" in here.sentence()
     assert set(here.versions) >= {"python", "torch", "transformers"}
     assert provenance.text_hash([1, 2]) == provenance.text_hash("1,2")
+
+
+def test_a_saved_result_says_so_in_all_its_parts() -> None:
+    """The tasks have an origin of their own, which must not go on claiming that they were measured here."""
+    saved = load_precomputed("embedded", "up", "quality")
+    assert saved.provenance.origin == saved.scores.provenance.origin == "precomputed"

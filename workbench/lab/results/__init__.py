@@ -78,6 +78,9 @@ KINDS: dict[str, Any] = {
 def as_precomputed(result: Result, note: str = "") -> Result:
     """The same result, marked as read from a file."""
     holder = cast(Any, result)
-    return cast(
-        Result, replace(holder, provenance=replace(holder.provenance, origin="precomputed", note=note))
-    )
+    parts = {"provenance": replace(holder.provenance, origin="precomputed", note=note)}
+    if (
+        getattr(holder, "scores", None) is not None
+    ):  # measured in a run of their own, with an origin of their own
+        parts["scores"] = as_precomputed(holder.scores, note)
+    return cast(Result, replace(holder, **parts))
