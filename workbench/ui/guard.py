@@ -34,7 +34,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API = "/gradio_api/"
 # What the page itself asks for; everything else that gradio serves does not exist on a public page.
 PUBLIC_GET = re.compile(
-    r"/(kv/[\w.-]+|config|theme\.css|favicon\.ico|robots\.txt|manifest\.json|kv/plotly\.min\.js|(assets|static|svelte|pwa_icon)/.+)?"
+    r"/(kv/[\w.-]+|config|theme\.css|favicon\.ico|robots\.txt|manifest\.json|(assets|static|svelte|pwa_icon)/.+)?"
     r"|/gradio_api/(info|startup-events|theme\.css|app_id|heartbeat/[\w-]+|queue/data)/?"
 )
 PUBLIC_POST = re.compile(r"/gradio_api/(queue/join|cancel|reset|run/[\w-]+)/?")
