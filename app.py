@@ -55,7 +55,7 @@ def parse(arguments: list[str]) -> Settings:
         if args.policy:
             from pathlib import Path
 
-            from workbench.lab.approval import read_policy
+            from workbench.approval import read_policy
 
             policy = read_policy(Path(args.policy))
         return Settings(

@@ -13,14 +13,16 @@ import pytest
 
 from tests.lab.conftest import make_host, texts
 from tests.lab.test_tasks import _short, stories  # noqa: F401
+from workbench import approval
+from workbench.approval import Approval, Policy
 from workbench.chat.conversation import Conversation
 from workbench.chat.decode import Sampling
 from workbench.chat.handoff import decide
 from workbench.chat.policy import judge, verdict
 from workbench.commands import common, evaluate
 from workbench.errors import InputError
-from workbench.lab import approval, corpus, retention, scores
-from workbench.lab.approval import Approval, Policy
+from workbench.lab import corpus, retention, scores
+from workbench.lab.approval import approve, save_approval
 from workbench.lab.results import finish
 
 
@@ -32,7 +34,7 @@ def result() -> Any:
 
 
 def record(result: Any, **policy: Any) -> Approval:
-    return approval.approve(result, Policy(**policy), "tok")
+    return approve(result, Policy(**policy), "tok")
 
 
 def test_bars_decide(result: Any) -> None:
@@ -82,7 +84,7 @@ def test_policy_files(tmp_path: Path) -> None:
 def test_a_record_is_of_exactly_one_mapper(result: Any, tmp_path: Path) -> None:
     assert "not been evaluated" in approval.load_approval(tmp_path)[1]
     saved = record(result, bars={})
-    approval.save_approval(saved, tmp_path)
+    save_approval(saved, tmp_path)
     sides = {
         side: {"revision": saved.tuple_[f"{side}_revision"], "tokenizer": "tok"}
         for side in ("source", "target")

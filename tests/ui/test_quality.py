@@ -13,6 +13,7 @@ from tests.lab.conftest import make_host, texts
 from tests.lab.test_drift import CHATS
 from tests.lab.test_tasks import _short, stories  # noqa: F401
 from workbench import plots
+from workbench.approval import Policy
 from workbench.chat.cascade import Tally
 from workbench.lab import approval, drift, retention, scores
 from workbench.lab.provenance import load_result, save_result
@@ -63,7 +64,7 @@ def test_the_badge_says_what_was_decided(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(measuring, "results_folder", lambda engine, visit, direction: tmp_path / direction)
     assert chat_view.approval_view(None, None).count("not evaluated") == 4  # label and text, both directions
     result = finish(retention.stream(make_host(identity=True), "up", texts(3), 2, 20, 4))
-    record = approval.approve(result, approval.Policy(bars={"kl": -1.0}, when_missed="refuse"), "tok")
+    record = approval.approve(result, Policy(bars={"kl": -1.0}, when_missed="refuse"), "tok")
     approval.save_approval(record, tmp_path / "up")
     sides = {
         s: {"revision": record.tuple_[f"{s}_revision"], "tokenizer": "tok"} for s in ("source", "target")

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from workbench.approval import Policy
 from workbench.chat import handoff
 from workbench.chat.answer import Job, Message, ShouldStop, stream
 from workbench.chat.decode import Sampling
@@ -35,7 +36,6 @@ from workbench.chat.template import clean, render
 from workbench.errors import Cancelled, InputError, WorkbenchError
 from workbench.kv.cache import length
 from workbench.kv.mapper import KVMapper
-from workbench.lab.approval import Policy
 from workbench.models.catalog import SIDES, direction_to, other_side
 from workbench.models.loading import LoadedModel
 from workbench.models.pair import PairHost

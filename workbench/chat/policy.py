@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.lab.approval import ACCEPT, REFUSE, WARN, Approval, Policy, load_approval
+from workbench.approval import ACCEPT, REFUSE, WARN, Approval, Policy, check, load_approval
 
 if TYPE_CHECKING:
     from workbench.models.pair import PairHost
@@ -69,11 +69,7 @@ def verdict(
     else:
         without = ""
         sentence = approval.sentence()
-        if (
-            policy is not None
-        ):  # the record's figures are held against the policy in force, not the one of its day
-            from workbench.lab.approval import check
-
+        if policy is not None:  # the figures are held against the policy in force, not the one of their day
             missed = [entry for entry in check(policy, approval.figures) if not entry.ok]
             decision = policy.when_missed if missed else ACCEPT
             if missed:

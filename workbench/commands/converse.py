@@ -71,10 +71,10 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     for name in ("anchors", "hold_back"):
         if (getattr(args, name) or 0) < 0:
             raise InputError(f"--{name.replace('_', '-')} must be 0 or more.")
+    from workbench.approval import read_policy
     from workbench.chat.conversation import Conversation
     from workbench.chat.decode import Sampling
     from workbench.commands.common import host_from_args
-    from workbench.lab.approval import read_policy
     from workbench.lab.estimate import saved_prefill_times
     from workbench.lab.provenance import save_result
     from workbench.lab.recording import Recorder

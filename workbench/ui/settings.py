@@ -30,7 +30,7 @@ class Settings:
         max_prompt_chars: Longer text is refused before it is tokenised.
         max_public_fit_tokens: Calibration tokens of one fit on a public page.
         max_job_seconds: Longest time that one job may hold the models; None for 120 on a public page, else endless.
-        policy: Bars that a pair must reach to be mapped (`workbench.lab.approval.Policy`), None for no bars.
+        policy: Bars that a pair must reach to be mapped (`workbench.approval.Policy`), None for no bars.
         debug: Log more.
         run: Made anew at every start, so that a page from before a restart is recognised.
     """
