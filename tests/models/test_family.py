@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from workbench.errors import InputError
-from workbench.models import distil, family, packing
+from workbench.models import distil, family, packing, prune
 from workbench.models.distil import Block, Distiller, DistilOptions
 from workbench.models.refit import refit_down_projections
 from workbench.models.selfchat import Decoder
@@ -63,7 +63,7 @@ def test_a_layer_that_does_nothing_is_dropped_first() -> None:
     model = tiny_llama()
     for matrix in (model.model.layers[3].self_attn.o_proj, model.model.layers[3].mlp.down_proj):
         torch.nn.init.zeros_(matrix.weight)
-    kept, losses = family.choose_layers(model, distil.stack(some_blocks(4, 1)), 3, quiet)
+    kept, losses = prune.choose_layers(model, distil.stack(some_blocks(4, 1)), 3, quiet)
     assert len(kept) == 3 and 3 not in kept and kept == sorted(kept)
     assert abs(losses[0]) < 1e-4 < losses[1]
 
@@ -82,12 +82,12 @@ def test_kl_gradient_is_what_autograd_says() -> None:
 
 def distiller(material: family.Material, folder: Path, tokens: int = 2000) -> Distiller:
     options = DistilOptions(tokens=tokens, rate=3e-3, warmup_steps=2, evaluate_every=500, measure_every=1)
-    student = family.new_student(material, [0, 2, 4])
+    student = prune.new_student(material.path, material.model, [0, 2, 4])
     return Distiller(material.model, student, some_blocks(6, 2), some_blocks(5, 3), options, folder)
 
 
 def test_student_starts_as_the_kept_layers(material: family.Material) -> None:
-    own = family.new_student(material, [0, 2, 4]).state_dict()
+    own = prune.new_student(material.path, material.model, [0, 2, 4]).state_dict()
     for new, old in enumerate([0, 2, 4]):
         name = "model.layers.{}.mlp.up_proj.weight"
         assert torch.equal(own[name.format(new)], material.model.state_dict()[name.format(old)])
@@ -127,7 +127,7 @@ def test_packing_measures_and_ships(material: family.Material, tmp_path: Path) -
     held = {"text": some_blocks(2, 9), "chat": some_blocks(2, 10)}
     job.run(held, {}, quiet)
     base = {n: t.to(torch.bfloat16) for n, t in material.model.state_dict().items() if n != "lm_head.weight"}
-    student = family.new_student(material, [0, 2, 4])
+    student = prune.new_student(material.path, material.model, [0, 2, 4])
     options = packing.PackOptions(
         tmp_path / "out", tmp_path / "work" / "state.safetensors", [0, 2, 4], tolerance=0.5, group=16
     )
@@ -140,7 +140,7 @@ def test_packing_measures_and_ships(material: family.Material, tmp_path: Path) -
 def test_refit_brings_the_student_closer(material: family.Material) -> None:
     ids, counts = distil.stack(some_blocks(60, 4))
     real = F.pad(counts, (0, 1), value=False)
-    student = family.new_student(material, [0, 2, 4])
+    student = prune.new_student(material.path, material.model, [0, 2, 4])
 
     def loss() -> float:
         models = (material.model, student)
