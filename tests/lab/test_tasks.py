@@ -12,7 +12,7 @@ from tests.lab.conftest import make_host, random_mapper
 from workbench.errors import InputError
 from workbench.kv.cache import length, new_cache
 from workbench.kv.forward import forward
-from workbench.lab import scores, tasks
+from workbench.lab import recall, scores, tasks
 from workbench.lab.arms import ArmCaches, Recipe
 from workbench.lab.corpus import Document, documents
 from workbench.lab.intervals import Bootstrap, mcnemar
@@ -44,10 +44,11 @@ def small_host() -> PairHost:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny tokenizer has a token for every letter or two: shorter stretches of text are enough."""
-    for name, value in (("CONTEXT", 40), ("FOLLOWING", 48), ("TALK", 10)):
+    for name, value in (("CONTEXT", 40), ("FOLLOWING", 48)):
         monkeypatch.setattr(tasks, name, value)
+    monkeypatch.setattr(recall, "TALK", 10)
     monkeypatch.setattr(
-        tasks, "small_talk", lambda tokenizer: [("chat-1", "Why?", "It is."), ("chat-2", "So?", "No.")]
+        recall, "small_talk", lambda tokenizer: [("chat-1", "Why?", "It is."), ("chat-2", "So?", "No.")]
     )
 
 

@@ -26,11 +26,12 @@ from workbench.chat.handoff import hand_over
 from workbench.errors import Cancelled, InputError
 from workbench.kv.cache import copy, length, new_cache, truncate
 from workbench.kv.forward import forward
-from workbench.lab import tasks
 from workbench.lab.corpus import TEXT_FOLDER
 from workbench.lab.intervals import Bootstrap
 from workbench.lab.likelihood import cross_entropy, kl_divergence, same_argmax
 from workbench.lab.provenance import models_of, text_hash, trace
+from workbench.lab.questions import Question, plain_ids
+from workbench.lab.recall import told_facts
 from workbench.lab.results.common import Step
 from workbench.lab.results.drift import Drift, DriftTurn
 from workbench.lab.rows import Plan, Span
@@ -67,7 +68,7 @@ class Chat:
     name: str
     ids: tuple[int, ...]
     turns: tuple[Turn, ...]
-    questions: tuple[tasks.Question, ...]
+    questions: tuple[Question, ...]
 
 
 def stream(
@@ -122,7 +123,7 @@ def conversation(
         InputError: the template rewrites earlier turns, so that there is no fixed text to force.
     """
     rng = np.random.default_rng([seed, first])
-    told, questions = tasks.told_facts(tokenizer, rng)
+    told, questions = told_facts(tokenizer, rng)
     pairs = [
         (chat[i]["content"], chat[i + 1]["content"])
         for k in range(len(raw))
@@ -136,7 +137,7 @@ def conversation(
     places, done = [], ""
     for number, (question, answer) in enumerate(pairs):
         short = tokenizer.decode(
-            list(tasks.plain_ids(tokenizer, answer)[:ANSWER]), clean_up_tokenization_spaces=False
+            list(plain_ids(tokenizer, answer)[:ANSWER]), clean_up_tokenization_spaces=False
         ).strip()
         messages.append({"role": "user", "content": f"{told} {question}" if number == 0 else question})
         asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -146,11 +147,11 @@ def conversation(
             raise InputError(
                 "This model's chat template rewrites earlier turns, so turns cannot be compared."
             )
-        ids += tasks.plain_ids(tokenizer, asked[len(done) :])
+        ids += plain_ids(tokenizer, asked[len(done) :])
         start = len(ids)
-        ids += tasks.plain_ids(tokenizer, short)
+        ids += plain_ids(tokenizer, short)
         end = len(ids)
-        ids += tasks.plain_ids(tokenizer, whole[len(asked) + len(short) :])
+        ids += plain_ids(tokenizer, whole[len(asked) + len(short) :])
         places.append(Turn(start, end, len(ids)))
         done = whole
     return Chat(f"chat-{first + 1}", tuple(ids), tuple(places), tuple(questions))

@@ -17,11 +17,12 @@ from workbench.lab.arms import ArmCaches, Recipe
 from workbench.lab.corpus import Document
 from workbench.lab.intervals import Bootstrap, mcnemar
 from workbench.lab.provenance import models_of, text_hash, trace
+from workbench.lab.questions import Context, Question
 from workbench.lab.results.common import Step
 from workbench.lab.results.quality import ARMS
 from workbench.lab.results.tasks import TASKS, TaskArm, TaskResult, TaskScores
 from workbench.lab.rows import Plan, Scored, Span
-from workbench.lab.tasks import DEFAULT_ITEMS, Context, Question
+from workbench.lab.tasks import DEFAULT_ITEMS
 
 if TYPE_CHECKING:
     from workbench.models.pair import PairHost
