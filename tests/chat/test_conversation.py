@@ -622,7 +622,7 @@ def test_running_out_of_memory_is_one_sentence(pair: PairHost, monkeypatch: pyte
             say(chat, "two")
     with monkeypatch.context() as patch:
         patch.setattr(handoff, "forward", full)
-        patch.setattr(handoff, "forward_ends", full)
+        patch.setattr(handoff, "forward_at", full)
         with pytest.raises(WorkbenchError, match="bytes a token"):
             chat.switch()
     assert chat.to_json() == before

@@ -1,13 +1,16 @@
 """The switch: golden identities first, then that every token is accounted for and every cache is exact."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import DynamicCache
 
 from tests.conftest import KINDS, random_ids, tiny_model, tiny_tokenizer
 from tests.kv.test_mapper import filled, random_mapper
 from workbench.chat.handoff import gate, hand_over, measure_prefill, prefill
 from workbench.errors import Cancelled
-from workbench.kv.cache import layer_tensors, length, new_cache, truncate
+from workbench.kv.cache import copy, layer_tensors, length, new_cache, truncate
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
 from workbench.models.loading import wrap
@@ -84,6 +87,60 @@ def test_anchors_and_held_back_tokens_are_the_targets_own(pair):
         ours, theirs = layer_tensors(handed, layer)[0], layer_tensors(native, layer)[0]
         torch.testing.assert_close(ours[..., :4, :], theirs[..., :4, :], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(ours[..., 4:42, :], theirs[..., 4:42, :], atol=1e-2)
+
+
+@pytest.mark.parametrize("before", [0, 10])
+def test_rare_tokens_are_run_over_what_is_mapped(pair, before):
+    """Against the definition: map everything, then run the anchors, every rare token in turn and the end by themselves."""
+    source, target, mapper = pair
+    ids = random_ids(50)
+    common = sorted(set(ids))[::2]
+    reading = replace(mapper, familiar=tuple(common))
+    rare = [p for p in range(max(4, before), 42) if ids[p] not in common]
+    assert 5 < len(rare) < 30
+    handed, expected = new_cache(target.spec.layers), new_cache(target.spec.layers)
+    if before:
+        forward(target.model, ids[:before], handed, keep=0)
+        forward(target.model, ids[:before], expected, keep=0)
+    logits, account = hand_over(ids, filled(source.model, ids), target, handed, reading, source, 4, 8)
+    through = 42 - max(4, before)
+    assert (account.reused, account.reread, account.mapped) == (before, len(rare), through - len(rare))
+    assert account.reused + account.mapped + account.native == 50
+
+    hand_over(ids[:43], filled(source.model, ids[:43]), target, expected, mapper, source, 4, 1)
+    for p in rare:
+        one = copy(expected)
+        truncate(one, p)
+        forward(target.model, ids[p : p + 1], one, keep=0)
+        for layer in range(target.spec.layers):
+            for ours, new in zip(layer_tensors(expected, layer), layer_tensors(one, layer), strict=True):
+                ours[:, :, p] = new[:, :, p]
+    truncate(expected, 42)
+    wanted = forward(target.model, ids[42:], expected)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    for layer in range(target.spec.layers):
+        for ours, theirs in zip(layer_tensors(handed, layer), layer_tensors(expected, layer), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_with_every_token_rare_the_switch_is_a_prefill(pair):
+    source, target, mapper = pair
+    ids = random_ids(40)
+    unused = next(i for i in range(320) if i not in ids)
+    logits, account = hand_over(ids, filled(source.model, ids), target, new_cache(target.spec.layers),
+                                replace(mapper, familiar=(unused,)), source, 4, 8)  # fmt: skip
+    expected = forward(target.model, ids, new_cache(target.spec.layers))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert (account.mapped, account.reread, account.native) == (0, 28, 40)
+
+
+def test_a_cache_of_another_kind_is_mapped_whole(pair):
+    """Its middle cannot be written to, so nothing is re-read, and the account says so."""
+    source, target, mapper = pair
+    ids = random_ids(40)
+    _, account = hand_over(ids, filled(source.model, ids), target, DynamicCache(config=target.model.config),
+                           replace(mapper, familiar=(ids[0],)), source, 4, 8)  # fmt: skip
+    assert (account.reread, account.mapped) == (0, 28)
 
 
 def test_switching_twice_and_with_nothing_new_changes_nothing(pair):

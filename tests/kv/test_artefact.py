@@ -17,7 +17,7 @@ from tests.kv.test_mapper import low_rank_mapper, random_mapper
 from workbench.errors import ArtefactError
 from workbench.kv import artefact
 from workbench.kv.artefact import MANIFEST, TENSORS
-from workbench.kv.manifest import Manifest, ModelIdentity, checksum
+from workbench.kv.manifest import FORMAT, Manifest, ModelIdentity, checksum
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_low_rank_mappers_survive_saving(made, tmp_path, features, hidden):
     manifest = replace(made[1], key_layers=mapper.key_layers, value_layers=mapper.value_layers)
     artefact.save(tmp_path / "mapper", mapper, manifest)
     loaded, read = artefact.load(tmp_path / "mapper")
-    assert (read.format, read.features, read.hidden) == (2, features, hidden)
+    assert (read.format, read.features, read.hidden) == (FORMAT, features, hidden)
     assert read.ranks == (7,) * len(mapper.reduce)
     for name in mapper.shapes():
         torch.testing.assert_close(loaded.tensor(name).float(), mapper.tensor(name), rtol=2e-3, atol=1e-3)
@@ -298,7 +298,7 @@ def test_a_manifest_of_format_1_still_loads_and_stays_one(made, saved):
     """Format 1 had full matrices only and did not say so."""
     path = saved / MANIFEST
     data = json.loads(path.read_text())
-    for name in ("features", "ranks", "hidden", "selection", "polish", "sum"):
+    for name in ("features", "ranks", "hidden", "selection", "polish", "familiar", "sum"):
         del data[name]
     path.write_text(json.dumps(data | {"format": 1}))
     mapper, manifest = artefact.load(saved)
@@ -309,9 +309,34 @@ def test_a_manifest_of_format_1_still_loads_and_stays_one(made, saved):
         artefact.load(saved)
 
 
+def test_a_manifest_of_format_2_still_loads_and_stays_one(saved):
+    """Format 2 re-read nothing."""
+    path = saved / MANIFEST
+    data = json.loads(path.read_text()) | {"format": 2}
+    del data["familiar"], data["sum"]
+    path.write_text(json.dumps(data | {"sum": checksum(data)}))
+    mapper, manifest = artefact.load(saved)
+    assert (manifest.format, mapper.familiar) == (2, ())
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+
+
+def test_familiar_ids_survive_saving(made, tmp_path):
+    mapper, manifest = made
+    artefact.save(tmp_path / "mapper", replace(mapper, familiar=(5, 3, 200)), manifest)
+    loaded, read = artefact.load(tmp_path / "mapper")
+    assert loaded.familiar == read.familiar == (5, 3, 200)
+    assert loaded.rare([3, 4, 5, 6], 0, 4) == [1, 3] and loaded.rare([3, 4, 5, 6], 2, 3) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"familiar": [1, 1]}, "familiar"),
+        ({"familiar": [-1]}, "familiar"),
+        ({"familiar": [10**9]}, "familiar"),
+        ({"familiar": [True]}, "familiar"),
+        ({"familiar": [[1]]}, "familiar"),
+        ({"familiar": "1"}, "'familiar' has the wrong type"),
         ({"ranks": [0]}, "ranks above 0"),
         ({"ranks": [2**40]}, "ranks"),
         ({"ranks": [7, 7, 7]}, "contradicts itself"),

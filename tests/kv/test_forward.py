@@ -7,7 +7,7 @@ from tests.conftest import random_ids, tiny_model
 from workbench.errors import Cancelled
 from workbench.kv.cache import layer_tensors, length, new_cache, truncate
 from workbench.kv.capture import capture_attention, capture_keys_pre, o_proj_weight
-from workbench.kv.forward import forward, forward_ends
+from workbench.kv.forward import forward, forward_at
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec
 
@@ -102,25 +102,36 @@ def test_a_window_that_is_never_reached_changes_nothing() -> None:
     torch.testing.assert_close(logits, native(model, ids)[-100:], rtol=1e-4, atol=1e-4)
 
 
-def test_both_ends_in_one_pass_equal_native(any_model: torch.nn.Module) -> None:
-    """The middle is there, both ends are missing: one pass gives the logits and the cache of a native one."""
+@pytest.mark.parametrize("chunk", [512, 4])
+def test_tokens_at_any_places_equal_native(any_model: torch.nn.Module, chunk: int) -> None:
+    """Both ends are missing and three tokens inside are wrong: running those gives the logits and the cache of a native pass."""
     ids, layers = random_ids(60), any_model.config.num_hidden_layers
     whole, cache = new_cache(layers), new_cache(layers)
     forward(any_model, ids, whole, keep=0)
     for layer in range(layers):
         keys, values = layer_tensors(whole, layer)
         shape = (keys.shape[1], keys.shape[3], keys.dtype, keys.device)
-        slots = cache.layers[layer].append_slots(5, *shape)
-        for slot in slots:
-            slot.fill_(float("nan"))  # a slot that is read before it is filled shows
+        for slot in cache.layers[layer].append_slots(5, *shape):
+            slot.fill_(float("nan") if chunk > 5 else 0.0)  # a slot that is read before it is filled shows
         for slot, own in zip(cache.layers[layer].append_slots(45, *shape), (keys, values), strict=True):
             slot.copy_(own[:, :, 5:50])
-    logits = forward_ends(any_model, ids[:5], ids[50:], cache, 0)
+            slot[:, :, [3, 20, 21]] = 7.0
+    places = [*range(5), 8, 25, 26, *range(50, 60)]
+    logits = forward_at(any_model, ids, places, cache, chunk=chunk)
     torch.testing.assert_close(logits, native(any_model, ids)[-1:], rtol=1e-4, atol=1e-4)
     assert length(cache) == 60
     for layer in range(layers):
         for ours, theirs in zip(layer_tensors(cache, layer), layer_tensors(whole, layer), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_without_the_head_nothing_is_returned_and_a_stop_is_heeded() -> None:
+    model, ids = tiny_model("llama"), random_ids(20)
+    cache = new_cache(model.config.num_hidden_layers)
+    forward(model, ids, cache, keep=0)
+    assert forward_at(model, ids, [3, 4], cache, keep=0) is None
+    with pytest.raises(Cancelled):
+        forward_at(model, ids, [3, 4], cache, should_stop=lambda: True)
 
 
 def test_the_head_is_not_copied_for_the_last_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

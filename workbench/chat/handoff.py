@@ -1,13 +1,16 @@
 """The switch: a target model gets the context of a conversation from the source's KV cache, and says how.
 
-    0 ………… reused | anchors | mapped ……………………………… | held back
-           already   run       the source's cache,        run natively
-           there     natively  through the mapper         (at least the last token)
+    0 ………… reused | anchors | mapped … re-read … mapped … | held back
+           already   run       the source's cache, through    run natively
+           there     natively  the mapper; rare tokens run    (at least the last token)
+                               natively over it
 
 *Reused* is what the target still holds from an earlier turn of its own. *Anchors* are the first tokens: nothing precedes
 them, so running them natively is exact and cheap, and every later token attends to them. The *held back* tokens at the
 end, and whatever the source has not computed itself, run natively over the mapped rest; the last one gives the logits.
-Both ends run in one pass where they can: a pass over a few tokens costs what reading the weights costs.
+A mapper may also know which token ids were *rare* in its calibration text (`KVMapper.familiar`): such tokens carry what a
+later question asks for, and a linear map loses them first, so they are re-read, over everything that stands before them.
+All of these run in one pass where they can: a pass over a few tokens costs what reading the weights costs.
 
 The target's cache is allocated once, with place for the context and some answer, and written into; mapping goes block by
 block, so that besides the two caches only one block's features are in memory. `map_ahead` does the same mapping before
@@ -31,7 +34,7 @@ from transformers import Cache
 from workbench.chat.policy import decide as decide  # the router's question before a switch, beside the switch
 from workbench.errors import Cancelled
 from workbench.kv.cache import grows_in_place, length, new_cache, reserve, truncate
-from workbench.kv.forward import forward, forward_ends, takes_masks
+from workbench.kv.forward import forward, forward_at, takes_masks
 from workbench.kv.mapper import KVMapper, MapTimes
 from workbench.kv.rope import Rotary
 from workbench.models.loading import LoadedModel
@@ -61,11 +64,12 @@ class Account:
         tokens: length of the context.
         reused: tokens that the target still held.
         mapped: tokens that came through the mapper.
-        native: tokens that the target ran itself, anchors and hold-back among them.
+        native: tokens that the target ran itself, anchors, re-read ones and hold-back among them.
         anchors: first tokens run natively in this handoff.
         hold_back: last tokens run natively in this handoff.
         ms: milliseconds of each part: "cache" (allocating), "anchors", "map_strip", "map_product", "map_rotate",
-            "hold_back", "ends" (anchors and held-back tokens in one pass), "prefill", "total".
+            "hold_back", "ends" (anchors, re-read and held-back tokens in one pass), "prefill", "total".
+        reread: rare tokens among the mapped ones that were run natively instead.
         mapped_ahead: of the reused tokens, those that were mapped (anchors: run) before the switch, turn by turn.
         ahead_ms: milliseconds that this took, then; not in "total", but subtracted from what was saved.
         prefill_ms: milliseconds of the true prefill that was avoided, None when unknown.
@@ -88,6 +92,7 @@ class Account:
     reason: str = ""
     mapped_ahead: int = 0
     ahead_ms: float = 0.0
+    reread: int = 0
 
     @property
     def saved_ms(self) -> float | None:
@@ -140,17 +145,15 @@ def hand_over(
     anchor_stop = max(reused, min(anchors, n - hold_back))
     map_stop = max(anchor_stop, min(available, n - hold_back))
     reserve(target_cache, n + max(LEAST_SPARE, n // SPARE_SHARE))
-    together = (
-        reused < anchor_stop < map_stop
-        and n - map_stop <= PREFILL_CHUNK
-        and takes_masks(target.model)
-        and all(grows_in_place(target_cache, t) for t in range(target.spec.layers))
-    )
+    first, last = range(reused, anchor_stop), range(map_stop, n)
+    scattered = takes_places(target, target_cache)
+    reread = mapper.rare(ids, anchor_stop, map_stop) if scattered else []
+    together = scattered and anchor_stop < map_stop and bool(first or reread) and len(last) <= PREFILL_CHUNK
     ms: dict[str, float] = {}
     try:
         if together:
             _heed(should_stop)
-            _append_slots(target_cache, anchor_stop - reused, mapper)
+            _append_slots(target_cache, len(first), mapper)
             ms["cache"] = clock.lap()
         elif anchor_stop > reused:
             forward(target.model, ids[reused:anchor_stop], target_cache, keep=0, should_stop=should_stop)
@@ -167,24 +170,26 @@ def hand_over(
         )
         clock.lap()
         ms |= {"map_strip": times.strip_ms, "map_product": times.product_ms, "map_rotate": times.rotate_ms}
+        model = target.model
         if together:
-            _heed(should_stop)
-            logits = forward_ends(target.model, ids[reused:anchor_stop], ids[map_stop:], target_cache, reused)
+            found = forward_at(model, ids, [*first, *reread, *last], target_cache, should_stop=should_stop)
             ms["ends"] = clock.lap()
         else:
-            rest = ids[map_stop:]
-            last = forward(target.model, rest, target_cache, chunk=PREFILL_CHUNK, should_stop=should_stop)
-            assert last is not None  # at least the last token was run
-            logits = last
+            if reread:
+                forward_at(model, ids, reread, target_cache, keep=0, should_stop=should_stop)
+                ms["ends"] = clock.lap()
+            found = forward(model, ids[map_stop:], target_cache, chunk=PREFILL_CHUNK, should_stop=should_stop)
             ms["hold_back"] = clock.lap()
+        assert found is not None  # at least the last token was run
+        logits = found
     except BaseException:
         truncate(target_cache, reused)
         raise
     ms["total"] = clock.total()
-    mapped = map_stop - anchor_stop
+    mapped = map_stop - anchor_stop - len(reread)
     return logits, Account(
         source.name, target.name, "mapped", n, reused, mapped, n - reused - mapped,
-        anchor_stop - reused, n - map_stop, ms,
+        anchor_stop - reused, n - map_stop, ms, reread=len(reread),
     )  # fmt: skip
 
 
@@ -236,7 +241,8 @@ def map_ahead(
     """Do before a switch what the switch would do for these tokens; those that would be held back are left out.
 
     A later `hand_over` of the same or a longer context then finds them in the target's cache. The result is the same:
-    a token is mapped by itself, and the held-back ones run natively over all of it at the switch.
+    a token is mapped by itself, a rare one is re-read over what stands before it, and the held-back ones run natively
+    over all of it at the switch.
 
     Args:
         ids: the context as it is now.
@@ -267,10 +273,19 @@ def map_ahead(
         if start > before:
             forward(target.model, ids[before:start], target_cache, keep=0, should_stop=should_stop)
         map_blocks(mapper, source_cache, target_cache, start, stop, source.rotary, target.rotary, should_stop)
+        if takes_places(target, target_cache):
+            reread = mapper.rare(ids, start, stop)
+            if reread:
+                forward_at(target.model, ids, reread, target_cache, keep=0, should_stop=should_stop)
     except BaseException:
         truncate(target_cache, before)
         raise
     return start, stop
+
+
+def takes_places(target: LoadedModel, cache: Cache) -> bool:
+    """Whether tokens can be run at places in the middle of this cache; where not, nothing is re-read."""
+    return takes_masks(target.model) and all(grows_in_place(cache, t) for t in range(target.spec.layers))
 
 
 def _heed(should_stop: ShouldStop) -> None:
@@ -280,10 +295,12 @@ def _heed(should_stop: ShouldStop) -> None:
 
 
 def _append_slots(cache: Cache, count: int, mapper: KVMapper) -> None:
-    """Slots for tokens whose content comes later; allocates what the whole context needs."""
+    """Slots for tokens whose content comes later, zeros until then; allocates what the whole context needs."""
+    heads, dim = mapper.target.kv_heads, mapper.target.head_dim
     for t, layer in enumerate(cache.layers):
         weight = mapper.key_weight[t]
-        layer.append_slots(count, mapper.target.kv_heads, mapper.target.head_dim, weight.dtype, weight.device)
+        for slots in layer.append_slots(count, heads, dim, weight.dtype, weight.device):
+            slots.zero_()  # later passes mask what has no content yet, and a masked NaN would still spread
 
 
 def prefill(

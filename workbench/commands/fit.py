@@ -13,7 +13,7 @@ from workbench.errors import InputError, WorkbenchError
 # The defaults of `FitOptions`, written out so that `--help` needs no imports; a test compares the two.
 DEFAULTS: dict[str, Any] = {
     "top_k": "6", "ridge": "0.01", "selection": "ranked", "objective": "plain", "features": "own", "rank": 0,
-    "polish": 0,
+    "polish": 0, "reread": 0.0,
 }  # fmt: skip
 
 
@@ -84,6 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"steps of gradient descent on the target's own KL afterwards (default: {DEFAULTS['polish']})",
     )
     parser.add_argument(
+        "--reread",
+        type=float,
+        default=DEFAULTS["reread"],
+        metavar="SHARE",
+        help="share of the tokens that a switch reads again instead of mapping them, the rarest ones "
+        f"(default: {DEFAULTS['reread']})",
+    )
+    parser.add_argument(
         "--anchors", type=int, default=4, help="first tokens left out and run natively (default: 4)"
     )
     parser.add_argument("--hold-back", type=int, default=16, help="last tokens to run natively (default: 16)")
@@ -128,6 +136,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         rank=args.rank,
         mlp=args.mlp,
         polish=args.polish,
+        reread=args.reread,
     )
     out = args.out or home() / "mappers" / host.pair.name / direction
     check_writable(out)
@@ -166,6 +175,8 @@ def show(result: dict[str, Any]) -> str:
         f"{result['parameters']:,} numbers, {result['flops_per_token'] / 1e6:.1f} million operations a token",
         f"{seconds['capture']:.0f} s reading, {seconds['solve']:.0f} s solving, {result['peak_rss_mb']:.0f} MB at most",
     ]
+    if result["reread_share"]:
+        lines.append(f"{result['reread_share']:.1%} of other text's tokens are rare and would be read again")
     if result["mlp"]:
         mlp = result["mlp"]
         lines.append(

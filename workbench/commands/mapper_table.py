@@ -76,11 +76,12 @@ def show_mappers(result: dict[str, Any]) -> str:
             for name in ("native", "source", "no_context")
         ),
         table(
-            ["mapper", "KL", "top-1", "gap recovered", "% of prefill", "ms", "MB", "anchors", "hold-back", "form"],
+            ["mapper", "KL", "top-1", "gap recovered", "% of prefill", "% re-read", "ms", "MB", "anchors", "hold-back", "form"],
             [
                 [
                     name, f"{shown(entry['kl'])} [{shown(entry['ci']['kl'][0])}, {shown(entry['ci']['kl'][1])}]",
                     shown(entry["top1"]), shown(entry["gap_recovered"]), shown(100 * entry["map_flops_share"], 1),
+                    shown(100 * entry["reread_share"], 1),
                     shown(entry["map_ms"], 0), shown(entry["artefact_mb"], 1), entry["anchors"], entry["hold_back"],
                     entry["form"],
                 ]
@@ -91,10 +92,10 @@ def show_mappers(result: dict[str, Any]) -> str:
     if result["curve"]:
         rows = [
             [f"{point['anchors']} {point['label']}".strip(), point["hold_back"],
-             *(shown(point[name]) for name in ("kl", "top1", "gap_recovered"))]
+             shown(100 * point["reread_share"], 1), *(shown(point[name]) for name in ("kl", "top1", "gap_recovered"))]
             for point in result["curve"]
         ]  # fmt: skip
-        lines += ["", table(["anchors", "hold-back", "KL", "top-1", "gap recovered"], rows)]
+        lines += ["", table(["anchors", "hold-back", "% re-read", "KL", "top-1", "gap recovered"], rows)]
     return "\n".join([*lines, *saved_line(result)])
 
 

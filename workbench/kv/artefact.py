@@ -73,6 +73,7 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
         features=mapper.features,
         ranks=tuple(matrix.shape[1] for matrix in mapper.reduce),
         hidden=mapper.hidden,
+        familiar=mapper.familiar,
     )
     folder = Path(folder)
     try:
@@ -173,6 +174,7 @@ def load(
         manifest.source.spec, manifest.target.spec, manifest.key_layers, manifest.value_layers,
         column("key_weight"), column("key_bias"), column("value_weight"), column("value_bias"),
         manifest.anchors, manifest.hold_back, manifest.features, column("reduce"), column("mlp"),
+        manifest.familiar,
     )  # fmt: skip
     return mapper, manifest
 

@@ -11,7 +11,7 @@ Shapes: buffers `(1, kv_heads, capacity, head_dim)`, views `(1, kv_heads, length
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -33,7 +33,7 @@ class GrowingLayer(DynamicLayer):
         self._reserve = capacity
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._length = 0
-        self._hole: tuple[int, int] | None = None
+        self._places: Tensor | None = None
 
     def get_seq_length(self) -> int:
         """Tokens in this layer."""
@@ -44,14 +44,14 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append `(1, kv_heads, n, head_dim)` keys and values; return views on all of them.
 
-        While the layer has a hole (see `hole`), the first ones go there instead.
+        Inside `places`, the first ones go to the places named there instead.
         """
-        if self._hole is not None:
-            low, high = self._hole
+        if self._places is not None:
             assert self._buffers is not None
+            count, index = len(self._places), self._places.to(key_states.device)
             for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-                buffer[:, :, low:high].copy_(new[:, :, : high - low].detach())
-            key_states, value_states = key_states[:, :, high - low :], value_states[:, :, high - low :]
+                buffer.index_copy_(2, index, new[:, :, :count].detach())
+            key_states, value_states = key_states[:, :, count:], value_states[:, :, count:]
         start, stop = self._length, self._length + key_states.shape[-2]
         buffers = self._room(stop, key_states, value_states)
         for buffer, new in zip(buffers, (key_states, value_states), strict=True):
@@ -146,19 +146,19 @@ def reserve(cache: Cache, capacity: int) -> None:
 
 
 @contextmanager
-def hole(cache: Cache, start: int, stop: int) -> Iterator[None]:
-    """Tokens `start .. stop-1` have slots but no content yet: inside, the next forward pass fills them.
+def places(cache: Cache, positions: Sequence[int]) -> Iterator[None]:
+    """Inside, the next forward pass writes its first tokens to these positions, over what is there.
 
-    The pass gets the missing tokens first and then those that are appended at the end; their positions and their mask
-    are the caller's.
+    Tokens of the pass beyond those are appended at the end. Their positions and their mask are the caller's.
     """
+    index = torch.tensor(positions, dtype=torch.long)
     for layer in cache.layers:
-        layer._hole = (start, stop)
+        layer._places = index
     try:
         yield
     finally:
         for layer in cache.layers:
-            layer._hole = None
+            layer._places = None
 
 
 def length(cache: Cache) -> int:

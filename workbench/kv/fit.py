@@ -4,7 +4,8 @@
 ridge are chosen by tokens that are held out for that, and the map is solved: one matrix per target layer
 (`workbench.kv.ridge`), or with `rank` a low-rank map that all target layers share (`workbench.kv.lowrank`), in the plain
 metric or in one that knows attention (`workbench.kv.attention`). An MLP (`workbench.kv.mlp`) and a few hundred steps of
-gradient descent (`workbench.kv.polish`) can follow. What is reported comes from tokens that neither fitted nor chose.
+gradient descent (`workbench.kv.polish`) can follow. Last, token ids are counted, so that rare tokens can be re-read at a
+switch (`workbench.kv.familiar`). What is reported comes from tokens that neither fitted nor chose.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from workbench.errors import Cancelled, InputError
 from workbench.kv import distributed, lowrank
 from workbench.kv.artefact import Manifest
 from workbench.kv.attention import root
+from workbench.kv.familiar import familiar_ids, share_of_rare
 from workbench.kv.gather import Gatherer, part_of
 from workbench.kv.mapper import KVMapper, hidden_coordinates
 from workbench.kv.options import FitOptions, FitReport, cut_sequences
@@ -123,7 +125,10 @@ def fit(
         mapper, extra["polish_kl"] = _polish(mapper, gatherer, sequences, options, tell, check)
         seconds["polish"] = perf_counter() - clock
 
-    report = _report(gatherer, mapper, seconds, extra)
+    pieces = {part: [s for i, s in enumerate(sequences) if part_of(i) == part] for part in ("choose", "report")}
+    familiar = familiar_ids(source.tokenizer, texts, pieces["choose"], options.reread)
+    mapper = replace(mapper, familiar=familiar)
+    report = _report(gatherer, mapper, seconds, extra | {"reread_share": share_of_rare(familiar, pieces["report"])})
     text_sum = hashlib.sha256(repr(sequences).encode()).hexdigest()
     manifest = Manifest(
         direction=direction,
@@ -143,7 +148,7 @@ def fit(
         held_out={
             "r2_k": report.r2_k, "r2_v": report.r2_v, "tokens": report.heldout_tokens,
             "features": report.features, "p_over_n": report.p_over_n, "ridges": ridges,
-            "chosen_by_tokens": report.chosen_tokens,
+            "chosen_by_tokens": report.chosen_tokens, "reread_share": report.reread_share,
         },
         versions={name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
         selection=options.selection,
@@ -151,6 +156,7 @@ def fit(
         features=mapper.features,
         ranks=tuple(matrix.shape[1] for matrix in mapper.reduce),
         hidden=mapper.hidden,
+        familiar=mapper.familiar,
     )  # fmt: skip
     if state and not keep_state:
         state.discard()
@@ -197,7 +203,7 @@ def _solve_full(
             share = (t + 1 + (kind == "value") * spec.layers) / (2 * spec.layers)
             tell(0.8 * share, f"chose source layers for the {kind}s of {t + 1} of {spec.layers} layers")
     gatherer.join_chosen()
-    weights: dict[str, tuple[Tensor, ...]] = {}
+    weights: dict[str, Any] = {}
     for kind in ("key", "value"):
         solver, found = _solver(gatherer, kind), []
         for t, (layers, ridge) in enumerate(chosen[kind]):
@@ -257,7 +263,7 @@ def _solve_low_rank(
         maps[kind] = lowrank.reduced_rank(
             gatherer.moments(kind), columns, ridges[kind], options.rank, _metric(gatherer, kind)
         )
-    by_layer: dict[str, tuple[Tensor, ...]] = {}
+    by_layer: dict[str, Any] = {}
     for kind in ("key", "value"):
         found = maps[kind if len(maps) == 2 else "both"]
         at = [_outputs(gatherer, kind, t) for t in range(target.layers)]

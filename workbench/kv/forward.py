@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from workbench.errors import Cancelled
-from workbench.kv.cache import hole, length
+from workbench.kv.cache import length, places
 
 
 def forward(
@@ -67,42 +67,64 @@ def forward(
     return None if output is None else output.logits[0].to("cpu", torch.float32, copy=True)
 
 
-def forward_ends(model: Any, first: Sequence[int], last: Sequence[int], cache: Cache, start: int) -> Tensor:
-    """Run the first and the last tokens of a context in one pass around the middle that the cache has already.
+def forward_at(
+    model: Any,
+    ids: Sequence[int],
+    positions: Sequence[int],
+    cache: Cache,
+    keep: int = 1,
+    chunk: int = 512,
+    should_stop: Callable[[], bool] | None = None,
+) -> Tensor | None:
+    """Run some tokens of a context, wherever they stand, over a cache that holds the others.
 
-    A pass over few tokens costs what reading the weights costs, so one pass for both ends takes half the time of two.
-    It is exact: the first tokens see only what precedes them, the last ones see everything.
+    A pass over few tokens costs what reading the weights costs, so one pass for all of them is cheaper than one for each
+    stretch. Every token sees what stands before it: what this call computed where it did, what the cache had elsewhere.
 
     Args:
         model: a `transformers` causal language model that attends by scaled dot product or eagerly.
-        first: the ids at positions start, start+1, ...; their slots are there, without content.
-        last: the ids that follow the cache, at least one.
-        cache: is lengthened by len(last) tokens.
-        start: position of the first one.
+        ids: the whole context.
+        positions: of the tokens to run, ascending. Those that the cache has are overwritten; those that follow its end,
+            without a gap, are appended.
+        cache: of layers that grow in place.
+        keep: 1 for the logits of the last one, 0 to run the model without its LM head.
+        chunk: tokens a pass.
+        should_stop: asked before every pass.
 
     Returns:
-        `(1, vocab)` float32 on the CPU: the logits of the last token.
+        `(1, vocab)` float32 on the CPU, or None.
+
+    Raises:
+        Cancelled: `should_stop` said so; some positions are then overwritten and some appended.
     """
-    held, device = length(cache), input_device(model)
-    positions = torch.cat((torch.arange(start, start + len(first)), torch.arange(held, held + len(last))))
-    seen = torch.arange(held + len(last)) <= positions[:, None]
-    dtype = model.get_input_embeddings().weight.dtype
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-    ids = torch.tensor([[*first, *last]], dtype=torch.long, device=device)
-    with torch.inference_mode(), hole(cache, start, start + len(first)), _plain_head(model):
-        output = model(
-            input_ids=ids,
-            position_ids=positions[None].to(device),
-            attention_mask=mask[None, None].to(device),
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-    return output.logits[0].to("cpu", torch.float32, copy=True)
+    device, dtype = input_device(model), model.get_input_embeddings().weight.dtype
+    output: Any = None
+    for start in range(0, len(positions), chunk):
+        if should_stop is not None and should_stop():
+            raise Cancelled("Stopped.")
+        part, held = positions[start : start + chunk], length(cache)
+        inside = [position for position in part if position < held]
+        at = torch.tensor(part)
+        seen = torch.arange(max(held, part[-1] + 1)) <= at[:, None]
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+        arguments = {
+            "input_ids": torch.tensor([[ids[position] for position in part]], device=device),
+            "position_ids": at[None].to(device),
+            "attention_mask": mask[None, None].to(device),
+            "cache": cache,
+            "use_cache": True,
+        }
+        with torch.inference_mode(), places(cache, inside):
+            if keep == 0 or start + chunk < len(positions):
+                model.base_model(**arguments)
+            else:
+                with _plain_head(model):
+                    output = model(**arguments, logits_to_keep=1)
+    return None if output is None else output.logits[0].to("cpu", torch.float32, copy=True)
 
 
 def takes_masks(model: Any) -> bool:
-    """Whether the model's attention takes a mask of one's own, as `forward_ends` needs it."""
+    """Whether the model's attention takes a mask of one's own, as `forward_at` needs it."""
     return getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
 
 

@@ -15,8 +15,8 @@ from workbench.errors import ArtefactError, UnsupportedModelError
 from workbench.kv.mapper import FEATURES
 from workbench.kv.spec import KVSpec
 
-FORMAT = 2  # 1 had full matrices only; such manifests are still read
-READABLE = (1, FORMAT)
+FORMAT = 3  # 1 had full matrices only, 2 no familiar ids; such manifests are still read
+READABLE = (1, 2, FORMAT)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Manifest:
     """Everything about a mapper but its numbers. `held_out` figures come from tokens that played no part in the fit.
 
     `features`, `ranks` and `hidden` are the mapper's form (see `KVMapper`); `selection` says how source layers were
-    chosen, `polish` how many steps of gradient descent followed the closed form.
+    chosen, `polish` how many steps of gradient descent followed the closed form. `familiar` are the token ids for which
+    mapping suffices (see `KVMapper`).
     """
 
     direction: str
@@ -58,12 +59,12 @@ class Manifest:
     hidden: int = 0
     selection: str = "ranked"
     polish: int = 0
+    familiar: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
         data = asdict(self)
-        if self.format == 1:
-            data = {name: value for name, value in data.items() if name not in _SINCE_2}
+        data = {name: value for name, value in data.items() if name not in _later(self.format)}
         for side in ("source", "target"):
             data[side]["spec"] = getattr(self, side).spec.to_json()
         return data if self.format == 1 else data | {"sum": checksum(data)}
@@ -85,7 +86,7 @@ class Manifest:
                 f"{' and '.join(map(str, READABLE))}.",
                 "Update the program or fit the mapper again.",
             )
-        names = set(cls.__dataclass_fields__) - (set(_SINCE_2) if data["format"] == 1 else set())
+        names = set(cls.__dataclass_fields__) - set(_later(data["format"]))
         for name in sorted(names ^ set(data)):
             raise ArtefactError(
                 f"The manifest has {'no' if name in names else 'an unknown'} field {str(name)[:80]!r}."
@@ -96,8 +97,7 @@ class Manifest:
             "hold_back": int, "calibration": dict, "held_out": dict, "versions": dict, "tensors_sha256": str,
             "created": str,
         }  # fmt: skip
-        if data["format"] != 1:
-            checks |= _SINCE_2
+        checks |= {name: kind for name, kind in (_SINCE_2 | _SINCE_3).items() if name in names}
         for name, kind in checks.items():
             if not isinstance(values[name], kind) or isinstance(values[name], bool):
                 raise ArtefactError(f"The manifest's field {name!r} has the wrong type.")
@@ -114,6 +114,8 @@ class Manifest:
                 )
             if values["features"] not in FEATURES:
                 raise ArtefactError(f"The manifest's features must be one of: {', '.join(FEATURES)}.")
+        if "familiar" in values:
+            values["familiar"] = _ids_from_json(values["familiar"], values["target"].spec.vocab_size)
         for name in ("key_layers", "value_layers"):
             values[name] = _layers_from_json(name, values[name], values["source"].spec, values["target"].spec)
         if data["format"] != 1 and stated != checksum(data):
@@ -134,6 +136,13 @@ _SINCE_2: dict[str, type | tuple[type, ...]] = {
     "features": str, "ranks": (list, tuple), "hidden": int, "selection": str, "polish": int,
 }  # fmt: skip
 """Fields that format 1 did not have, with their types."""
+_SINCE_3: dict[str, type | tuple[type, ...]] = {"familiar": (list, tuple)}
+"""Fields that formats 1 and 2 did not have, with their types."""
+
+
+def _later(version: int) -> dict[str, type | tuple[type, ...]]:
+    """Fields that came after a format."""
+    return {1: _SINCE_2 | _SINCE_3, 2: _SINCE_3}.get(version, {})
 
 
 def _identity_from_json(side: str, data: Any) -> ModelIdentity:
@@ -156,6 +165,13 @@ def _identity_from_json(side: str, data: Any) -> ModelIdentity:
     except (TypeError, ValueError, KeyError, AttributeError, UnsupportedModelError) as error:
         raise ArtefactError(f"The manifest's field '{side}.spec' cannot be read.") from error
     return ModelIdentity(data["name"], data["revision"], spec, data["tokenizer"])
+
+
+def _ids_from_json(data: Any, vocabulary: int) -> tuple[int, ...]:
+    good = all(type(i) is int and 0 <= i < vocabulary for i in data) and len(set(data)) == len(data)
+    if not good:
+        raise ArtefactError("The manifest's familiar ids must be different ids of the target's vocabulary.")
+    return tuple(data)
 
 
 def _layers_from_json(name: str, data: Any, source: KVSpec, target: KVSpec) -> tuple[tuple[int, ...], ...]:

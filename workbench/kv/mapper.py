@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import perf_counter
 
 import torch
@@ -65,6 +66,8 @@ class KVMapper:
             with own features, a single one that serves both with both features.
         mlp: () or weight (rank, width), bias (width,), weight (width, width), bias (width,) of the two hidden layers;
             needs a single `reduce`.
+        familiar: token ids that were frequent in the calibration text, the most frequent first. Tokens with any other
+            id are better run natively by the target than mapped; () where all are mapped.
     """
 
     source: KVSpec
@@ -80,6 +83,7 @@ class KVMapper:
     features: str = "own"
     reduce: tuple[Tensor, ...] = ()
     mlp: tuple[Tensor, ...] = ()
+    familiar: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that layers and shapes fit the two geometries.
@@ -146,6 +150,16 @@ class KVMapper:
             field = name.partition("[")[0]
             fields[field] = (*fields.get(field, ()), tensors[name])
         return replace(self, **fields)  # type: ignore[arg-type]
+
+    @cached_property
+    def _familiar(self) -> frozenset[int]:
+        return frozenset(self.familiar)
+
+    def rare(self, ids: Sequence[int], start: int, stop: int) -> list[int]:
+        """Positions from `start` to before `stop` whose tokens should run natively, since the map knows them badly."""
+        if not self.familiar:
+            return []
+        return [position for position in range(start, stop) if ids[position] not in self._familiar]
 
     @property
     def nbytes(self) -> int:

@@ -35,6 +35,7 @@ class FitOptions:
         rank: coordinates of the low-rank form (for keys and for values each with own features); 0: the full form.
         mlp: width of two hidden layers that add nonlinear coordinates, 0 for none; needs rank and both features.
         polish: steps of gradient descent on the target's own KL after the closed form.
+        reread: share of the tokens that the target should run natively at a switch, the rarest ids of the text; 0: none.
     """
 
     sequences: int = 96
@@ -51,6 +52,7 @@ class FitOptions:
     rank: int = 0
     mlp: int = 0
     polish: int = 0
+    reread: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be fitted.
@@ -68,6 +70,8 @@ class FitOptions:
             raise InputError("At least one source layer is needed (top_k 1 or more).")
         if self.ridge is not None and not 0 < self.ridge < 1e6:
             raise InputError("The ridge must be a number above 0.")
+        if not 0 <= self.reread < 1:
+            raise InputError("The share of tokens to re-read must be at least 0 and below 1.")
         if self.hold_back < 1:
             raise InputError("At least the last token must be held back (hold_back 1 or more).")
         for name, known in (("selection", SELECTIONS), ("objective", OBJECTIVES), ("features", FEATURES)):
@@ -110,6 +114,7 @@ class FitReport:
     flops_per_token: int = 0
     mlp: dict[str, float] | None = None
     polish_kl: tuple[float, ...] = ()
+    reread_share: float = 0.0
 
     @property
     def warning(self) -> str:

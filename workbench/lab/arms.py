@@ -7,7 +7,8 @@
     identity          as mapped, but the source's cache as it is; only where both geometries are the same
     wrong_document    as mapped, but all but the held-back tokens are another document's
     zero              as mapped, but zeros in place of what the mapper writes
-    held_back_only    the target reads only the held-back tokens
+    held_back_only    the target reads only what a switch runs natively: anchors and re-read tokens (where tokens are
+                      re-read), held-back ones
     no_context        the target reads only the last token
 
 Every cache comes without the context's last token, which the caller runs together with what follows.
@@ -22,10 +23,10 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from workbench.chat.handoff import hand_over
+from workbench.chat.handoff import hand_over, takes_places
 from workbench.errors import InputError
 from workbench.kv.cache import copy, length, new_cache, truncate
-from workbench.kv.forward import forward
+from workbench.kv.forward import forward, forward_at
 from workbench.kv.mapper import KVMapper
 from workbench.models.loading import LoadedModel
 
@@ -55,11 +56,15 @@ def unmapped(source: LoadedModel, target: LoadedModel, like: KVMapper) -> tuple[
     layers = tuple((layer,) for layer in range(b.layers))
     weight = tuple(torch.eye(b.kv_width) for _ in range(b.layers))
     bias = tuple(torch.zeros(b.kv_width) for _ in range(b.layers))
-    mapper = KVMapper(a, b, layers, layers, weight, bias, weight, bias, like.anchors, like.hold_back)
+    mapper = KVMapper(
+        a, b, layers, layers, weight, bias, weight, bias, like.anchors, like.hold_back, familiar=like.familiar
+    )
     return mapper.to(target.dtype, target.layer_devices), ""
 
 
-def zero_cache(target: LoadedModel, ids: Sequence[int], anchors: int, stop: int) -> Cache:
+def zero_cache(
+    target: LoadedModel, ids: Sequence[int], anchors: int, stop: int, mapper: KVMapper | None = None
+) -> Cache:
     """The control without any information: native anchors, then zeros in place of what a mapper would write.
 
     Args:
@@ -67,6 +72,7 @@ def zero_cache(target: LoadedModel, ids: Sequence[int], anchors: int, stop: int)
         ids: of the context.
         anchors: first tokens run natively.
         stop: tokens that the cache holds in the end; there is room for all of `ids`.
+        mapper: re-reads the same tokens as this one, over the zeros; None for none.
     """
     spec, cache = target.spec, new_cache(target.spec.layers, len(ids))
     if anchors:
@@ -76,7 +82,19 @@ def zero_cache(target: LoadedModel, ids: Sequence[int], anchors: int, stop: int)
         shape = (stop - anchors, spec.kv_heads, spec.head_dim)
         for slots in layer.append_slots(*shape, target.dtype, device):
             slots.zero_()
+    if reread := mapper.rare(ids, anchors, stop) if mapper and takes_places(target, cache) else []:
+        forward_at(target.model, ids, reread, cache, keep=0)
     return cache
+
+
+def native_only(ids: Sequence[int], mapper: KVMapper, anchors: int, hold_back: int) -> list[int]:
+    """The ids that a switch runs natively, as a text of their own: the control for what they alone are worth.
+
+    Anchors count where tokens are re-read; without, the held-back tokens stand alone, as they always did in this control.
+    """
+    stop = len(ids) - hold_back
+    rare = mapper.rare(ids, min(anchors, stop), stop)
+    return [*(ids[:anchors] if rare else []), *(ids[position] for position in rare), *ids[stop:]]
 
 
 class ArmCaches:
@@ -155,7 +173,7 @@ class ArmCaches:
         elif name == "zero":
             cache = self._zeros(ids, n - h)
         elif name == "held_back_only":
-            cache = self._native(ids[n - h : -1])
+            cache = self._native(native_only(ids, self.mapper, self.anchors, h)[:-1])
         elif name == "no_context":
             cache = new_cache(self.target.spec.layers)
         else:
@@ -178,7 +196,7 @@ class ArmCaches:
 
     def _zeros(self, ids: Sequence[int], stop: int) -> Cache:
         """Native anchors, zeros up to `stop`, the rest native."""
-        cache = zero_cache(self.target, ids, min(self.anchors, stop), stop)
+        cache = zero_cache(self.target, ids, min(self.anchors, stop), stop, self.mapper)
         if len(ids) - 1 > length(cache):
             forward(self.target.model, ids[stop:-1], cache, keep=0)
         return cache

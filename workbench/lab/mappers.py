@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.chat.handoff import hand_over
+from workbench.chat.handoff import Account, hand_over
 from workbench.errors import InputError
 from workbench.kv import artefact
 from workbench.kv.cache import new_cache
@@ -34,7 +34,7 @@ from workbench.lab.corpus import Document, Passage, documents, passages
 from workbench.lab.intervals import Bootstrap
 from workbench.lab.provenance import models_of, text_hash, trace
 from workbench.lab.results.common import Step
-from workbench.lab.results.mappers import CurvePoint, MapperEntry, MapperTable
+from workbench.lab.results.mappers import REREAD, CurvePoint, MapperEntry, MapperTable
 from workbench.lab.retention import FIXED, _Arms, _check, _Scores
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 ShouldStop = Callable[[], bool] | None
 NAMES = ("recipe", "default", "best")
 CURVE_ANCHORS, CURVE_HOLD_BACK = (0, 1, 2, 4, 8, 16), (1, 16, 32, 64)
+CURVE_FAMILIAR = (1.0, 0.5, 0.2, 0.05)  # of the familiar ids, the most frequent ones
 RECIPES = {"recipe_k6": 6, "recipe_k8": 8}
 BEST = FitOptions(top_k=10**6, ridge=0.01, features="both")
 
@@ -163,7 +164,7 @@ def stream(
     points = _curve_settings(main.mapper, context, system_prompt) if curve else []
     settings = [(one.mapper.anchors, one.mapper.hold_back) for one in compared]
     longest = min(source.spec.max_positions, target.spec.max_positions)
-    _check([*settings, *((a, h) for a, h, _ in points)], context, following, limit, longest)
+    _check([*settings, *((point.anchors, point.hold_back) for point in points)], context, following, limit, longest)
     cut = passages(target.tokenizer, texts or documents("heldout"), context + following, limit)
     if system_prompt:
         cut = [passage for passage in cut if passage.start == 0]
@@ -174,7 +175,8 @@ def stream(
     fixed = {name: _Scores() for name in FIXED}
     scores = [_Scores() for _ in compared]
     curved = [_Scores() for _ in points]
-    times: list[list[float]] = [[] for _ in compared]
+    accounts: list[list[Account]] = [[] for _ in compared]
+    reread: list[list[int]] = [[] for _ in points]
     for number, passage in enumerate(cut, start=1):
         ids = passage.ids[context:]
         with host.holding_lane(should_stop):
@@ -183,17 +185,18 @@ def stream(
                 fixed[name].add(logits, native, ids)
         for index, one in enumerate(compared):
             with host.holding_lane(should_stop):
-                logits, ms = _mapped(
+                logits, account = _mapped(
                     source, target, one.mapper, passage, own, context, *settings[index], should_stop
                 )
             scores[index].add(logits, native, ids)
-            times[index].append(ms)
-        for index, (anchors, hold_back, _) in enumerate(points):
+            accounts[index].append(account)
+        for index, point in enumerate(points):
             with host.holding_lane(should_stop):
-                logits, _ = _mapped(
-                    source, target, main.mapper, passage, own, context, anchors, hold_back, should_stop
+                logits, account = _mapped(
+                    source, target, point.mapper, passage, own, context, point.anchors, point.hold_back, should_stop
                 )
             curved[index].add(logits, native, ids)
+            reread[index].append(account.reread)
         yield Step(number / len(cut), f"passage {number} of {len(cut)}")
 
     boot = Bootstrap([passage.document for passage in cut], seed)
@@ -210,18 +213,21 @@ def stream(
             one.name: MapperEntry(
                 **figures(of),
                 map_flops_share=one.mapper.flops_per_token / prefill,
-                map_ms=median(ms),
+                map_ms=median(_mapping_ms(account) for account in told),
                 artefact_mb=artefact_bytes(one.mapper) / 1e6,
                 anchors=one.mapper.anchors,
                 hold_back=one.mapper.hold_back,
                 form=describe(one),
                 fitted_tokens=(one.manifest.calibration.get("tokens") if one.manifest else None),
+                reread_share=mean(account.reread for account in told) / context,
             )
-            for one, of, ms in zip(compared, scores, times, strict=True)
+            for one, of, told in zip(compared, scores, accounts, strict=True)
         },
         curve=tuple(
-            CurvePoint(anchors, hold_back, **figures(of), label=label)
-            for (anchors, hold_back, label), of in zip(points, curved, strict=True)
+            CurvePoint(
+                point.anchors, point.hold_back, **figures(of), label=point.label, reread_share=mean(read) / context
+            )
+            for point, of, read in zip(points, curved, reread, strict=True)
         ),
         passages=tuple({"name": passage.name, "sha256": text_hash(passage.ids)} for passage in cut),
         context=context,
@@ -236,13 +242,36 @@ def stream(
     )
 
 
-def _curve_settings(mapper: KVMapper, context: int, system_prompt: int) -> list[tuple[int, int, str]]:
-    """Anchors at the mapper's hold-back, then hold-backs at the mapper's anchors; only what leaves something to map."""
-    points = [(anchors, mapper.hold_back, "") for anchors in CURVE_ANCHORS]
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """A setting of the main mapper that the curve asks for."""
+
+    mapper: KVMapper
+    anchors: int
+    hold_back: int
+    label: str = ""
+
+
+def _curve_settings(mapper: KVMapper, context: int, system_prompt: int) -> list[_Point]:
+    """Over anchors, over hold-back, and over the share that is re-read; only what leaves something to map.
+
+    Fewer of the most frequent ids count as familiar where more is to be re-read, and none are asked for where nothing is.
+    """
+    asked = [(anchors, mapper.hold_back, "") for anchors in CURVE_ANCHORS]
     if system_prompt:
-        points.append((system_prompt, mapper.hold_back, "system prompt"))
-    points += [(mapper.anchors, hold_back, "") for hold_back in CURVE_HOLD_BACK]
-    return [point for point in dict.fromkeys(points) if point[0] + point[1] < context]
+        asked.append((system_prompt, mapper.hold_back, "system prompt"))
+    asked += [(mapper.anchors, hold_back, "") for hold_back in CURVE_HOLD_BACK]
+    points = [_Point(mapper, *one) for one in dict.fromkeys(asked) if one[0] + one[1] < context]
+    ids = mapper.familiar
+    for few in ((), *(ids[: max(1, int(part * len(ids)))] for part in CURVE_FAMILIAR)) if ids else ():
+        points.append(
+            _Point(replace(mapper, familiar=few), mapper.anchors, mapper.hold_back, REREAD)
+        )
+    return points
+
+
+def _mapping_ms(account: Account) -> float:
+    return sum(account.ms[part] for part in ("map_strip", "map_product", "map_rotate"))
 
 
 def _mapped(
@@ -255,18 +284,17 @@ def _mapped(
     anchors: int,
     hold_back: int,
     should_stop: ShouldStop,
-) -> tuple[torch.Tensor, float]:
-    """Logits (following, vocab) after the real handoff, and the milliseconds of its mapping."""
+) -> tuple[torch.Tensor, Account]:
+    """Logits (following, vocab) after the real handoff, and its account."""
     cache, ids = new_cache(target.spec.layers), passage.ids
     first, account = hand_over(
         ids[:context], own, target, cache, mapper, source, anchors, hold_back, should_stop
     )
-    ms = sum(account.ms[part] for part in ("map_strip", "map_product", "map_rotate"))
     if len(ids) == context + 1:
-        return first, ms
+        return first, account
     rest = forward(target.model, ids[context:-1], cache, keep=len(ids) - context - 1)
     assert rest is not None
-    return torch.cat((first, rest)), ms
+    return torch.cat((first, rest)), account
 
 
 def prefill_flops_per_token(model: LoadedModel, context: int) -> float:

@@ -9,7 +9,7 @@ the first of them is predicted by the last context token. Arms:
     no_context        the target reads only the last context token
     zero              as mapped, but zeros in place of what the mapper writes
     wrong_document    as mapped, but all but the held-back tokens are another document's
-    held_back_only    the target reads only the held-back tokens: what they alone are worth
+    held_back_only    the target reads only what a switch runs natively: what those tokens alone are worth
     identity          as mapped, but the source's cache as it is; only where both geometries agree
     recipe            a second mapper as the published recipe uses it: no anchors, only the last token run
 
@@ -33,7 +33,7 @@ from workbench.errors import Cancelled, InputError
 from workbench.kv.cache import copy, new_cache, truncate
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
-from workbench.lab.arms import Recipe, unmapped, zero_cache
+from workbench.lab.arms import Recipe, native_only, unmapped, zero_cache
 from workbench.lab.corpus import Document, Passage, documents, passages
 from workbench.lab.intervals import Bootstrap
 from workbench.lab.likelihood import cross_entropy, kl_divergence, same_argmax
@@ -183,7 +183,9 @@ class _Arms:
         wrong_ids = (*wrong.ids[: n - h], *ids[n - h :])
         arms = {
             "mapped": self._hand_over(ids, own, anchors, h),
-            "zero": self._follow(self.target, ids[n - h :], zero_cache(self.target, ids, anchors, n - h), h),
+            "zero": self._follow(
+                self.target, ids[n - h :], zero_cache(self.target, ids[:n], anchors, n - h, self.mapper), h
+            ),
             "wrong_document": self._hand_over(wrong_ids, wrong_source, anchors, h),
         }
         if self.identity is not None:
@@ -192,8 +194,9 @@ class _Arms:
             r = self.recipe
             arms["recipe"] = self._hand_over(ids, own, r.anchors, r.hold_back, r.mapper)
         if h > 1:
+            alone = native_only(ids[:n], self.mapper, anchors, h)
             arms["held_back_only"] = self._follow(
-                self.target, ids[n - h :], new_cache(self.target.spec.layers), h
+                self.target, (*alone, *ids[n:]), new_cache(self.target.spec.layers), len(alone)
             )
         return arms
 

@@ -12,6 +12,7 @@ from workbench.lab.results.figure import Figure
 from workbench.lab.results.quality import Arm
 
 FIGURES = ("kl", "top1", "gap_recovered", "ce")
+REREAD = "re-read"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class MapperEntry:
         hold_back: last tokens run natively.
         form: what kind of mapper it is, for people.
         fitted_tokens: how many tokens it was fitted on, None when unknown.
+        reread_share: share of the context's tokens that were rare and run natively instead of mapped: each costs what a
+            token of a prefill costs, so `cost_share` is this and `map_flops_share` together.
     """
 
     kl: Figure
@@ -43,11 +46,20 @@ class MapperEntry:
     hold_back: int
     form: str = ""
     fitted_tokens: int | None = None
+    reread_share: float = 0.0
+
+    @property
+    def cost_share(self) -> float:
+        """What mapping and re-reading cost, as a share of the target's prefill."""
+        return self.map_flops_share + self.reread_share
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The main mapper at other anchors or another hold-back; `label` names what is special ("system prompt")."""
+    """The main mapper at other anchors, another hold-back, or re-reading another share of the context.
+
+    `label` names what is special: "system prompt", or `REREAD` for the points that belong to the curve over the share.
+    """
 
     anchors: int
     hold_back: int
@@ -56,6 +68,7 @@ class CurvePoint:
     gap_recovered: Figure
     ce: Figure
     label: str = ""
+    reread_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +110,7 @@ class MapperTable:
                 "provenance": self.provenance.to_json(),
                 "units": {
                     "kl": "nats per token", "ce": "nats per token", "top1": "share", "gap_recovered": "share",
-                    "map_flops_share": "share", "map_ms": "milliseconds", "artefact_mb": "millions of bytes",
+                    "map_flops_share": "share", "reread_share": "share", "map_ms": "milliseconds", "artefact_mb": "millions of bytes",
                 },
             }
         )  # fmt: skip
@@ -131,7 +144,7 @@ def _from_json(data: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in data.items() if name != "ci"}
     for name in FIGURES:
         values[name] = Figure(number(data[name]), *map(number, data["ci"][name]))
-    for name in ("map_flops_share", "map_ms", "artefact_mb"):
+    for name in ("map_flops_share", "reread_share", "map_ms", "artefact_mb"):
         if name in values:
             values[name] = number(values[name])
     return values
