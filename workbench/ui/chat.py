@@ -17,7 +17,8 @@ import gradio as gr
 
 from workbench.errors import Cancelled, InputError
 from workbench.ui import chat_view as view
-from workbench.ui.chat_work import Choices, carry_out
+from workbench.ui.chat_settings import chat_settings, choices
+from workbench.ui.chat_work import carry_out
 from workbench.ui.engine import Engine
 from workbench.ui.export import chat_export
 from workbench.ui.jobs import Done, StopFlag, run_job
@@ -88,84 +89,11 @@ class ChatTab:
                 self.measure = gr.Button(
                     "Measure the true prefill now", interactive=False, elem_id="kv-measure"
                 )
-                with gr.Accordion("Automatic mode", open=False):
-                    threshold, origin = view.threshold_of(self.engine)
-                    self.automatic = gr.Checkbox(
-                        False,
-                        label="Take over when the small model is unsure",
-                        info="The small model answers; above the threshold the large one answers instead, from the "
-                        "mapped context.",
-                        elem_id="kv-automatic",
-                    )
-                    self.threshold = gr.Slider(
-                        0.0,
-                        6.0,
-                        threshold,
-                        step=0.05,
-                        label="Threshold: mean entropy of the answer's tokens, in nats",
-                        info=origin,
-                    )
-                with gr.Accordion("Handoff settings", open=False):
-                    self.true_prefill = gr.Checkbox(
-                        False,
-                        label="Switch by true prefill instead",
-                        info="The new model reads everything again, for comparison.",
-                    )
-                    self.measure_each = gr.Checkbox(
-                        False,
-                        label="Measure the true prefill after every switch",
-                        info="On a scratch cache; takes as long as the prefill takes.",
-                    )
-                    self.incremental = gr.Checkbox(
-                        False,
-                        label="Map every turn ahead",
-                        info="After each answer, if the other model is loaded: a switch then pays only for what is new.",
-                    )
-                    self.recommended = gr.Checkbox(
-                        True, label="Anchors and hold-back as the mapper recommends"
-                    )
-                    self.anchors = gr.Slider(
-                        0,
-                        64,
-                        4,
-                        step=1,
-                        label="Anchors",
-                        info="First tokens that the new model runs itself. They carry much of the attention.",
-                    )
-                    self.hold_back = gr.Slider(
-                        1,
-                        256,
-                        16,
-                        step=1,
-                        label="Hold-back",
-                        info="Last tokens that the new model runs itself, on top of the mapped ones.",
-                    )
-                with gr.Accordion("Sampling", open=False):
-                    self.greedy = gr.Checkbox(
-                        True, label="Greedy", info="Always the most likely token; the same words every time."
-                    )
-                    self.temperature = gr.Slider(0.1, 2.0, 0.7, step=0.05, label="Temperature")
-                    self.top_p = gr.Slider(0.05, 1.0, 0.95, step=0.05, label="Top-p")
-                    self.max_tokens = gr.Slider(8, 1024, 256, step=8, label="Longest answer, in tokens")
-                    self.seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31 - 1)
+                self.settings = chat_settings(self.engine)
         self._wire()
 
     def _wire(self) -> None:
-        settings = [
-            self.key,
-            self.greedy,
-            self.temperature,
-            self.top_p,
-            self.max_tokens,
-            self.seed,
-            self.recommended,
-            self.anchors,
-            self.hold_back,
-            self.measure_each,
-            self.incremental,
-            self.automatic,
-            self.threshold,
-        ]
+        settings = [self.key, *self.settings.components()]
         shown = [
             self.key,
             self.log,
@@ -194,7 +122,9 @@ class ChatTab:
         action(self.send.click, self.ask_send, [self.key, self.text], "send")
         action(self.text.submit, self.ask_send, [self.key, self.text], "submit")
         action(self.log.act, self.ask_act, [self.key], "act")
-        action(self.switch.click, self.ask_switch, [self.key, self.switch, self.true_prefill], "switch")
+        action(
+            self.switch.click, self.ask_switch, [self.key, self.switch, self.settings.true_prefill], "switch"
+        )
         for button, kind in (
             (self.undo, "undo"),
             (self.retry, "retry"),
@@ -347,21 +277,10 @@ class ChatTab:
                 return
             visit.running = request
         try:
-            chosen = Choices(
-                sampling={
-                    "greedy": bool(greedy),
-                    "temperature": float(temperature),
-                    "top_p": float(top_p),
-                    "max_new_tokens": int(max_tokens),
-                    "seed": int(seed or 0),
-                },
-                anchors=None if recommended else int(anchors),
-                hold_back=None if recommended else int(hold_back),
-                measure_each=bool(measure_each),
-                incremental=bool(incremental),
-                automatic=bool(automatic),
-                threshold=float(threshold),
-            )
+            chosen = choices(
+                greedy, temperature, top_p, max_tokens, seed, recommended, anchors, hold_back, measure_each,
+                incremental, automatic, threshold,
+            )  # fmt: skip
 
             def work(post: Callable[[Any], None], stop: StopFlag) -> str | None:
                 return carry_out(self.engine, visit, request, chosen, post, stop)

@@ -15,6 +15,7 @@ from workbench.ui import head_work as work
 from workbench.ui.engine import ARROWS, Engine
 from workbench.ui.export import figure_export
 from workbench.ui.head_grid import difference_value, grid_value, scale_view
+from workbench.ui.head_marks import HeadMarks
 from workbench.ui.head_view import (
     head_view,
     kv_head,
@@ -109,11 +110,8 @@ class HeadsTab:
             self.menu = gr.Dropdown(
                 [], value=None, label="Open a head", allow_custom_value=True, elem_id="kv-heads-menu"
             )
-            self.mark = gr.Button("Mark this head", elem_id="kv-heads-mark")
-            self.mark_layer = gr.Button("Mark its layer")
-            self.unmark = gr.Button("Clear marks")
-            self.repair = gr.Button("What would repairing the marked win?", elem_id="kv-heads-repair")
-            self.stop_repair = gr.Button("Stop", interactive=False, elem_classes="kv-stop")
+            self.marking = HeadMarks(self)
+            self.marking.build()
         self.marks = html("", elem_id="kv-heads-marks")
         self.head = html("", elem_id="kv-heads-panel")
         self.figures = [
@@ -155,19 +153,11 @@ class HeadsTab:
         self.text.change(
             lambda text: gr.update(visible=text == work.OWN_TEXT), [self.text], [self.own], **QUICK, **api
         )
-        for button, what in ((self.mark, "head"), (self.mark_layer, "layer"), (self.unmark, "none")):
-            button.click(
-                self.marking(what), self.choice, [self.marks, self.grid, self.head, self.status],
-                api_name=f"mark_{what}", **QUICK, **api,
-            )  # fmt: skip
         wire_job(
             self.engine, key, self.run, self.stop, self.status, self.measure,
             [*self.choice, self.text, self.own, self.texts, self.patch], shown, "measure_heads",
         )  # fmt: skip
-        wire_job(
-            self.engine, key, self.repair, self.stop_repair, self.status, self.restore,
-            [key, self.direction, self.mapper, self.texts, self.other], [self.marks, self.status], "repair_heads",
-        )  # fmt: skip
+        self.marking.wire(key)
 
     def open(
         self, key: str | None, direction: str, label: str, metric: str | None, other: str, view: str
@@ -251,7 +241,7 @@ class HeadsTab:
             text = f"{METRICS[metric].title} was not measured for this result; measure it here."
             return {**self.nothing(), **predicted, self.meaning: notice(text), self.metric: metric}
         kind = METRICS[metric]
-        pick = self._linked(key, result, metric) or result.worst(metric)
+        pick = self.chosen_head(key, result, metric) or result.worst(metric)
         marks, _ = work.marks_of(self.engine, key, direction, label)
         value = grid_value(result, metric, pick, marks.heads)
         second, name = None, ""
@@ -325,7 +315,7 @@ class HeadsTab:
             self.menu: gr.update(choices=list(names.values()), value=names[layer, head]),
         }
 
-    def _linked(self, key: str | None, result: Any, metric: str) -> tuple[int, int] | None:
+    def chosen_head(self, key: str | None, result: Any, metric: str) -> tuple[int, int] | None:
         """The head that the address or the last click asked for, when there is such a head."""
         head = visit_of(self.engine, key)[1].head
         layers, heads = result.metrics[metric].shape
@@ -387,58 +377,6 @@ class HeadsTab:
                 group = result.query_heads // result.kv_heads if per_query else 1
                 visit_of(self.engine, key)[1].head = (layer, head * group)
         return self.open(key, direction, label, metric, other, view)
-
-    def marking(self, what: str) -> Any:
-        """The handler that marks the open head, its layer, or nothing at all."""
-
-        def handle(
-            key: str | None, direction: str, label: str, metric: str | None, other: str, view: str
-        ) -> dict[Any, Any]:
-            result, _ = work.result_of(self.engine, key, direction, label, "heads")
-            patches, _ = work.result_of(self.engine, key, direction, label, "patch")
-            result = work.with_patches(result, patches)
-            if result is None or metric is None or metric not in result.metrics:
-                return {self.status: notice("There is no head to mark yet; measure first.")}
-            pick = self._linked(key, result, metric) or result.worst(metric)
-            marks, folder = work.marks_of(self.engine, key, direction, label)
-            if what == "none":
-                marks = marks.toggled(marks.heads)
-            elif pick is not None:
-                head = kv_head(result, metric, pick[1])
-                these = range(result.kv_heads) if what == "layer" else [head]
-                marks = marks.toggled([(pick[0], h) for h in these])
-            problem = work.keep_marks(self.engine, key, direction, label, marks, folder)
-            shown = self.open(key, direction, label, metric, other, view)
-            shown[self.status] = notice(problem) if problem else ""
-            return {part: shown[part] for part in (self.marks, self.grid, self.head, self.status)}
-
-        return handle
-
-    def restore(
-        self, key: str | None, direction: str, label: str, texts: float, refit: str
-    ) -> Generator[dict[Any, Any], None, None]:
-        """Measures what repairing the marked heads wins: true ones, and those of the second mapper if there is one."""
-        from dataclasses import replace
-
-        _, visit = visit_of(self.engine, key)
-        marks, folder = work.marks_of(self.engine, key, direction, label)
-        if not marks.heads:
-            yield {self.status: notice("Mark a head or a layer first.")}
-            return
-        mine = None if label == work.IN_USE else folder
-        other = work.mappers(self.engine, key, direction).get(refit)
-        job = work.restore_job(direction, mine, marks.heads, int(texts), other)
-        for status, result, finished in measure(self.engine, key, direction, "restored", job):
-            if not (finished and result is not None):
-                yield {self.status: status}
-                continue
-            visit.results.pop((self.engine.look(visit).ref.name, direction, "restored"), None)
-            marks = replace(marks, gain=result)
-            problem = work.keep_marks(self.engine, key, direction, label, marks, folder)
-            yield {
-                self.marks: marks_view(marks, result.kv_heads),
-                self.status: notice(problem) if problem else status,
-            }
 
 
 def opening_metric(result: Any, patches: Any) -> str:
