@@ -26,6 +26,7 @@ TERMS: dict[str, str] = {
     "fallback": "Mapping was not possible, so the target read everything again. It is always shown.",
     "anchor": "One of the first few tokens. All later ones attend to them, so the target runs them itself.",
     "anchors": "The first few tokens. All later ones attend to them, so the target runs them itself.",
+    "re-read": "Rare tokens (names, numbers) are what mapping loses first: the target runs them itself, over the rest.",
     "hold-back": "The last few tokens. The target model runs them itself, on top of the mapped ones.",
     "RoPE": "How a key says where its token stands: it is rotated by an angle that grows with the position.",
     "ridge": "Least squares with a small penalty on large weights; it has one exact solution.",

@@ -1,6 +1,8 @@
 """Mappers side by side: the same passages for all, the recipe as published, results that survive JSON, figures."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +14,7 @@ from workbench.kv.fit import fit
 from workbench.kv.mapper import KVMapper
 from workbench.kv.options import FitOptions
 from workbench.lab import mappers
+from workbench.lab.corpus import passages
 from workbench.lab.results import KINDS, MapperTable, finish
 from workbench.models.loading import wrap
 from workbench.models.pair import PairHost
@@ -89,6 +92,30 @@ def test_the_curve_varies_one_thing_at_a_time_and_survives_json(pair):
     drawn = figure(again, part="curve")
     assert len(drawn.data) == 2 and "5 (system prompt)" in drawn.data[0].x
     assert len(figure(again).data) == 2
+
+
+def test_what_is_reread_is_counted_and_has_a_curve(pair):
+    """With fewer familiar ids more is re-read, down to a prefill; every point says how much it was."""
+    plain = pair.mapper("up")[0]
+    ids = passages(pair.model("large").tokenizer, texts(), 46, 4)
+    counts = Counter(token for passage in ids for token in passage.ids[:40])
+    familiar = tuple(token for token, _ in counts.most_common(len(counts) // 2))
+    own = mappers.Contestant("default", replace(plain, familiar=familiar), None)
+    none = mappers.Contestant("none", plain, None)
+    settings = {"limit": 4, "context": 40, "following": 6, "curve": True}
+    result = finish(mappers.stream(pair, "up", [own, none], texts(), **settings))
+    default = result.mappers["default"]
+    inside = [passage.ids[2:37] for passage in ids]
+    assert default.reread_share == pytest.approx(
+        sum(token not in familiar for part in inside for token in part) / (4 * 40)
+    )
+    assert 0 < default.reread_share < default.cost_share and result.mappers["none"].reread_share == 0
+    points = [point for point in result.curve if point.label == "re-read"]
+    shares = [point.reread_share for point in points]
+    assert shares == sorted(shares) and shares[0] == 0 and default.reread_share in shares
+    assert points[0].kl.value == pytest.approx(result.mappers["none"].kl.value)
+    drawn = figure(MapperTable.from_json(json.loads(json.dumps(result.to_json()))), part="curve")
+    assert len(drawn.data) == 3 and drawn.data[2].x[0] == "0%"
 
 
 def test_the_recipe_is_fitted_on_all_tokens_and_kept(pair, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ PARTS = {
     "map_product": ("matrix products", BLUE),
     "map_rotate": ("rotation put in", GREEN),
     "hold_back": ("held-back tokens run natively", PURPLE),
-    "ends": ("anchors and held-back tokens run natively", PURPLE),
+    "ends": ("first, rare and last tokens run natively", PURPLE),
     "prefill": ("true prefill", VERMILION),
 }
 

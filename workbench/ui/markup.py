@@ -38,7 +38,7 @@ PARTS = (
     ("map", "Mapping", "product"),
     ("anchors", "Anchors, native", "anchors"),
     ("hold_back", "Last tokens, native", "hold"),
-    ("ends", "First and last tokens, native", "hold"),
+    ("ends", "First, rare and last tokens, native", "hold"),
     ("cache", "New cache", "other"),
     ("prefill", "Prefill", "prefill"),
 )
@@ -244,6 +244,8 @@ def account_view(
         about = "" if exact else " (with estimates)"
         sum_line = f'<p class="kv-sum">So far {switches} {word} {sign} <b>{ms(abs(saved_ms))}</b>{about}</p>'
     setting = f"{account.anchors} {term('anchors')}, {account.hold_back} {term('hold-back')}"
+    if account.reread:
+        setting += f", {number(int(account.reread))} rare tokens {term('re-read')}"
     return (
         '<section class="kv-account" aria-label="Account of the last switch"><div '
         f'class="kv-account-title">{title}</div>'

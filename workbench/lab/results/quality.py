@@ -20,7 +20,7 @@ ARMS: dict[str, str] = {
     "no_context": "the target without the context",
     "zero": "zeros in place of the mapped tokens",
     "wrong_document": "another document's mapped cache",
-    "held_back_only": "the target on the held-back tokens alone",
+    "held_back_only": "the target on the natively run tokens alone",
 }
 """Arms of the evaluation: name -> what the following text is predicted from."""
 
