@@ -21,6 +21,7 @@ def account(**changes: object) -> SimpleNamespace:
         "mapped": 70,
         "native": 20,
         "mapped_ahead": 0,
+        "reread": 6,
         "ahead_ms": 0.0,
         "anchors": 4,
         "hold_back": 16,

@@ -22,6 +22,7 @@ class More:
     ridge: Any = None
     anchors: Any = None
     hold_back: Any = None
+    reread: Any = None
     stride: Any = None
     objective: Any = None
     selection: Any = None
@@ -109,6 +110,14 @@ def more_options(public: bool) -> More:
             info="First tokens, left out of the fit and run natively later",
         )
         made.hold_back = gr.Slider(1, 256, 16, step=1, label="Hold-back")
+        made.reread = gr.Slider(
+            0,
+            50,
+            round(100 * DEFAULTS["reread"]),
+            step=1,
+            label="Re-read, % of the tokens",
+            info="The rarest tokens, which a switch runs natively instead of mapping them; 0: none",
+        )
         made.text = gr.Radio(
             [BUILT_IN, OWN, FINEWEB],
             value=BUILT_IN,
