@@ -104,6 +104,25 @@ def test_first_screen_replay_and_files(
     opens_offline(browser, report, tmp_path / name)
 
 
+def test_a_phone_has_the_chat_at_hand(page_server: Any, open_page: Any) -> None:
+    page = open_page(page_server.url, size="narrow")
+    below = "name => document.querySelector(name).getBoundingClientRect().bottom"
+    assert page.evaluate(below, "#kv-send") < SIZES["narrow"][1]
+    gallery, more = page.locator(".kv-gallery-box"), page.locator(".kv-more-button")
+    assert not gallery.is_visible()
+    more.click()
+    gallery.wait_for(state="visible")
+    assert page.locator(".kv-picture svg").is_visible()
+    assert more.get_attribute("aria-expanded") == "true" and serious(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
+    shoot(page, "stage-first-narrow-light")
+    more.click()
+    gallery.wait_for(state="hidden")
+    page.set_viewport_size(dict(zip(("width", "height"), SIZES["wide"], strict=True)))
+    gallery.wait_for(state="visible")
+    assert not more.is_visible()
+
+
 def opens_offline(browser: Any, text: bytes, file: Path) -> None:
     """The file draws its figures without a network and asks for nothing."""
     file.write_bytes(text)

@@ -49,9 +49,10 @@ class ChatTab:
         self.key = key
         with gr.Row(equal_height=False):
             with gr.Column(scale=7, min_width=340):
-                self.models = html(view.models_view({}, {}, "small"), elem_id="kv-models")
+                nobody = Visit(None)  # what a visitor will find, so that nothing moves when they arrive
+                self.models = html(self._pair(nobody), elem_id="kv-models")
                 self.log = html(
-                    view.log_value(None, False, loads="The first message loads the small model."),
+                    view.log_value(None, False, loads=self._loads(nobody)),
                     html_template=LOG_TEMPLATE,
                     js_on_load=(ASSETS / "chat_log.js").read_text(encoding="utf-8"),
                     elem_id="kv-chat",
@@ -324,16 +325,19 @@ class ChatTab:
     def everything(self, visit: Visit) -> dict[Any, Any]:
         """All components as they are when nothing runs."""
         chat = visit.chat
-        side = chat.side if chat is not None else "small"
-        look = self.engine.look(visit)
         return {
             self.log: view.log_value(chat, False, loads=self._loads(visit)),
-            self.models: view.models_view(look.names, look.details, side)
-            + view.approval_view(self.engine, visit),
+            self.models: self._pair(visit),
             self.account: view.tally_view(visit.tally) + view.account_panel(chat),
             self.meter: view.meter_view(chat),
             **self._buttons(visit, False),
         }
+
+    def _pair(self, visit: Visit) -> str:
+        """The two models, and whether their mappers are approved."""
+        look = self.engine.look(visit)
+        side = visit.chat.side if visit.chat is not None else "small"
+        return view.models_view(look.names, look.details, side) + view.approval_view(self.engine, visit)
 
     def _loads(self, visit: Visit) -> str:
         look = self.engine.look(visit)

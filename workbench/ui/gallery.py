@@ -16,6 +16,12 @@ SENTENCE = (
     "memory of the text is computed from the small one's, by one matrix per layer."
 )
 
+# On a phone the chat comes first: picture and gallery wait behind this button, see `assets/welcome.js`.
+MORE = (
+    '<button type="button" class="kv-small-button kv-more-button" aria-expanded="false" '
+    'aria-label="More about this, and what was measured">More</button>'
+)
+
 
 def measured_pairs() -> list[tuple[PairRef, str, Path]]:
     """Every pair and direction that something was measured with, in the catalog's order."""
@@ -41,6 +47,7 @@ def welcome() -> str:
         f'<section class="kv-welcome" aria-label="What this is"><div class="kv-picture">{picture()}</div>'
         f'<div class="kv-welcome-text"><p class="kv-claim">{SENTENCE}</p><p class="kv-welcome-buttons">'
         '<button type="button" class="kv-small-button" data-replay hidden>▶ Watch a recorded switch</button>'
+        f"{MORE}"
         f'<span class="kv-note">New here? {term("KV cache")}, {term("prefill")} and {term("handoff")}: rest on a '
         f"dotted word to read what it means.</span></p></div>"
         f'<div class="kv-gallery-box">{gallery}</div></section>'

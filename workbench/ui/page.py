@@ -19,6 +19,7 @@ from workbench.ui.latency import LatencyTab
 from workbench.ui.present import Stage
 from workbench.ui.quality import QualityTab
 from workbench.ui.replay import replay, replay_value, script
+from workbench.ui.session import Visit
 from workbench.ui.settings import Settings
 from workbench.ui.side_by_side import SideTab
 from workbench.ui.theme import html
@@ -59,10 +60,15 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
         )
         chat = ChatTab(engine)
         fit = FitTab(engine)
+        stage = Stage(engine)
+
+        def recording_of(visit: Visit) -> dict[str, Any] | None:
+            return replay_value(stage.run(visit)[0].results.get("recording"))
+
         with gr.Tabs(elem_classes="kv-tabs") as tabs:
             with gr.Tab("Chat", id="chat") as first:
-                html(welcome(), js_on_load=script("links.js"), elem_id="kv-welcome")
-                recorded = replay(None)
+                html(welcome(), js_on_load=script("links.js", "welcome.js"), elem_id="kv-welcome")
+                recorded = replay(recording_of(Visit(None)))
                 chat.build(key)
             made = {"chat": first}
             measuring = {}
@@ -91,7 +97,6 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
             chat.measure,
         ]
         fit.wire_use(key, chat, shown)
-        stage = Stage(engine)
         stage.build(key)
         links.remember(measuring)
 
@@ -103,8 +108,7 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
             link = links.read(request.query_params, tuple(made))
             link.choose(engine, visit)
             opened = {tabs: gr.Tabs(selected=link.tab)} if link.tab else {}
-            run, _ = stage.run(visit)
-            replayed = {recorded: replay_value(run.results.get("recording"))}
+            replayed = {recorded: recording_of(visit)}
             yield {key: own, **chat.everything(visit), **opened, **link.values(measuring), **replayed}
             engine.warm_up()
 
