@@ -69,7 +69,11 @@ def test_a_report_is_whole_and_inert(folder: Path) -> None:
     assert list(run.results) and not run.problems
     text = report.render(run, library=report.MARKER)
     assert EVIL not in text and "<img" not in text
-    assert not re.search(r"""(?:src|href)=["'](?!data:)""", text) and "@import" not in text
+    assert (
+        not re.search(r"""(?:src|href)=["'](?!data:|https://arxiv\.org/abs/)""", text)
+        and "@import" not in text
+    )
+    assert not re.search(r"<(?!a )[^>]*arxiv\.org", text), "an address to read, nothing that is fetched"
     for word in (
         "What mapping keeps",
         "What the switch costs",
@@ -95,8 +99,21 @@ def test_a_report_stands_beside_a_folder_and_beside_a_report(folder: Path, tmp_p
         assert key_figures(other.results) == key_figures(run.results)
         text = report.render(run, other, "the other", report.MARKER)
         assert text.count("the other") > len(run.results)
+        rows = text.count('<div class="beside')
+        assert rows == len(maps().metrics) + 3, "each figure stands in one row with that of the other run"
+        drawn = re.findall(r'<div class="beside.*?(?=<div class="beside|<details)', text, re.S)
+        assert all(row.count('class="figure"') == 2 for row in drawn) and len(drawn) == rows
     with pytest.raises(Exception, match="no report"):
         report.load_other(folder / "manifest.json", run)
+
+
+def test_long_tables_stay_folded_on_paper() -> None:
+    head = ["n"]
+    assert "data-long" not in report._table(head, [[n] for n in range(report.LONGEST_PRINTED)])
+    assert "data-long" in report._table(head, [[n] for n in range(report.LONGEST_PRINTED + 1)])
+    assert '<td class="long">' in report._table(head, [["a" * 64]]) and "long" not in report._table(
+        head, [["a b " * 30]]
+    )
 
 
 def test_a_damaged_result_is_named_and_the_rest_is_shown(folder: Path) -> None:

@@ -47,6 +47,8 @@ TITLES = {
     "cascade": "When the large model takes over",
 }
 LONGEST_TABLE = 400
+LONGEST_PRINTED = 60  # rows of a table that is unfolded on paper
+LONGEST_WORD = 24
 WORDS = ("KV cache", "prefill", "mapped", "anchors", "hold-back", "R²", "attention-output cosine", "KL", "top-1",
          "CE", "gap recovered", "held out", "control")  # fmt: skip
 
@@ -73,10 +75,9 @@ def render(run: Run, other: Run | None = None, other_name: str = "other", librar
         )
     figures: list[str] = []
     sections = [_head(run, other, other_name), _keys(results, other, other_name)]
-    sections += [
-        _result(kind, result, figures, other.results.get(kind) if other else None, other_name)
-        for kind, result in results.items()
-    ]
+    for kind, result in results.items():
+        theirs = other.results.get(kind) if other else None
+        sections.append(_result(kind, result, figures, theirs, other_name if other else ""))
     sections += [_mapping(run.manifest), _environment(results), _glossary(), _citations()]
     body = "".join(sections) + _data(run)
     return _page(f"{run.title}, {run.direction}", body, figures, library)
@@ -170,12 +171,18 @@ def _result(kind: str, result: Any, figures: list[str], other: Any, other_name: 
     if isinstance(result, Recording):
         return _conversation(result)
     title = TITLES.get(kind, kind.replace("_", " ").capitalize())
-    body = _drawings(result, figures)
+    mine = _drawings(result, figures)
+    body = "".join(mine.values())
     if other is not None:
-        body = (
-            f'<div class="beside"><div><h3>This run</h3>{body}</div>'
-            f"<div><h3>{esc(other_name)}</h3>{_drawings(other, figures)}</div></div>"
+        theirs, missing = _drawings(other, figures), '<p class="note">Not measured there.</p>'
+        kind_of_row = "beside" if isinstance(result, HeadMaps) else "beside wide"
+        body = "".join(
+            f'<div class="{kind_of_row}"><div><h3>This run</h3>{mine.get(name, missing)}</div>'
+            f"<div><h3>{esc(other_name)}</h3>{theirs.get(name, missing)}</div></div>"
+            for name in {**mine, **theirs}
         )
+    elif other_name:
+        body += f'<p class="note">Not measured for {esc(other_name)}.</p>'
     head, rows = tables.rows(result)
     return f"<section><h2>{esc(title)}</h2>{body}{_table(head, rows)}</section>"
 
@@ -194,20 +201,23 @@ def _conversation(recording: Recording) -> str:
     return f"<section><h2>A recorded conversation</h2>{''.join(parts)}{_origin(recording)}</section>"
 
 
-def _drawings(result: Any, figures: list[str]) -> str:
-    """Every figure of a result, each with its sentence, and where it comes from."""
+def _drawings(result: Any, figures: list[str]) -> dict[str | None, str]:
+    """Every figure of a result with its sentence, by metric where there are several; where it comes from at the last."""
     metrics: Sequence[str | None] = list(result.metrics) if isinstance(result, HeadMaps) else [None]
-    parts = []
+    parts: dict[str | None, str] = {}
     for metric in metrics:
         options = {"metric": metric} if metric else {}
         try:
             figure = plots.figure(result, **options)
             sentence = plots.describe(result, metric)
         except (KeyError, TypeError, AttributeError):
-            parts.append('<p class="note">This kind of result has no figure yet; its numbers follow.</p>')
+            parts[metric] = '<p class="note">This kind of result has no figure yet; its numbers follow.</p>'
             continue
-        parts.append(f"{_figure(on_paper(figure), figures)}<p>{esc(sentence)}</p>")
-    return "".join(parts) + _origin(result)
+        parts[metric] = (
+            f'<div class="drawing">{_figure(on_paper(figure), figures)}<p>{esc(sentence)}</p></div>'
+        )
+    parts[metrics[-1]] += _origin(result)
+    return parts
 
 
 def _figure(figure: Any, figures: list[str]) -> str:
@@ -232,18 +242,24 @@ def _origin(result: Any) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     ths = "".join(f'<th scope="col">{esc(name)}</th>' for name in head)
     body = "".join(
-        "<tr>" + "".join(f"<td>{esc(_cell(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows[:LONGEST_TABLE]
+        "<tr>" + "".join(_td(_cell(cell)) for cell in row) + "</tr>" for row in rows[:LONGEST_TABLE]
     )
     more = (
         f'<p class="note">{len(rows) - LONGEST_TABLE:,} more rows are in the data of this file.</p>'
         if len(rows) > LONGEST_TABLE
         else ""
     )
+    long = " data-long" if len(rows) > LONGEST_PRINTED else ""
     return (
-        f'<details><summary>The numbers ({len(rows):,} rows)</summary><div class="scroll"><table><thead><tr>{ths}'
+        f'<details{long}><summary>The numbers ({len(rows):,} rows)</summary><div class="scroll"><table><thead><tr>{ths}'
         f"</tr></thead><tbody>{body}</tbody></table></div>{more}</details>"
     )
+
+
+def _td(text: str) -> str:
+    """A cell; what has no place to break, as a hash, may break anywhere."""
+    unbroken = max(map(len, text.split()), default=0) > LONGEST_WORD
+    return f'<td class="long">{esc(text)}</td>' if unbroken else f"<td>{esc(text)}</td>"
 
 
 def _cell(value: Any) -> str:
@@ -257,8 +273,8 @@ def _mapping(manifest: Mapping[str, Any]) -> str:
     if not manifest:
         return "<section><h2>The mapper</h2><p>There is no manifest beside these results.</p></section>"
     rows = [
-        f'<tr><th scope="row">{esc(name)}</th><td>'
-        f"{esc(value if isinstance(value, (str, int, float)) else json.dumps(value, ensure_ascii=False))}</td></tr>"
+        f'<tr><th scope="row">{esc(name)}</th>'
+        f"{_td(str(value) if isinstance(value, (str, int, float)) else json.dumps(value, ensure_ascii=False))}</tr>"
         for name, value in manifest.items()
     ]
     return f"<section><h2>The mapper</h2><table><tbody>{''.join(rows)}</tbody></table></section>"
@@ -273,7 +289,7 @@ def _environment(results: Mapping[str, Any]) -> str:
             [kind, origin.measured, origin.where, versions, origin.source_revision, origin.target_revision]
         )
     head = ["result", "measured", "machine", "libraries", "source weights", "target weights"]
-    cells = "".join("<tr>" + "".join(f"<td>{esc(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    cells = "".join("<tr>" + "".join(map(_td, row)) + "</tr>" for row in rows)
     ths = "".join(f'<th scope="col">{name}</th>' for name in head)
     return (
         f'<section><h2>Where this was measured</h2><div class="scroll"><table><thead><tr>{ths}</tr></thead><tbody>'
@@ -283,12 +299,13 @@ def _environment(results: Mapping[str, Any]) -> str:
 
 def _glossary() -> str:
     items = "".join(f"<dt>{esc(word)}</dt><dd>{esc(TERMS[word])}</dd>" for word in WORDS)
-    return f"<section><h2>Words</h2><dl>{items}</dl></section>"
+    return f'<section class="on"><h2>Words</h2><dl>{items}</dl></section>'
 
 
 def _citations() -> str:
-    items = "".join(f"<li>{esc(text)}</li>" for text in CITATIONS)
-    return f"<section><h2>References</h2><ol>{items}</ol></section>"
+    link = r'<a href="https://arxiv.org/abs/\1">arXiv \1</a>'
+    items = "".join(f"<li>{re.sub(r'arXiv ([0-9.]+[0-9])', link, esc(text))}</li>" for text in CITATIONS)
+    return f'<section class="on"><h2>References</h2><ol>{items}</ol></section>'
 
 
 def _data(run: Run) -> str:

@@ -133,6 +133,12 @@ def opens_offline(browser: Any, text: bytes, file: Path) -> None:
         page.on("request", lambda request: asked.append(request.url))
         page.goto(file.as_uri())
         page.wait_for_selector(".main-svg")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert page.evaluate("[...document.querySelectorAll('.main-svg')].every((e) => e.clientWidth <= 680)")
+        assert page.locator("details:not([open]):not([data-long])").count() == 0
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert page.locator("details[open]").count() == 0
+        assert page.pdf(prefer_css_page_size=True).startswith(b"%PDF")
         assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
     finally:
         context.close()
