@@ -74,7 +74,7 @@ def play(chat: Conversation, kind: str, value: Any) -> None:
 
 def check(chat: Conversation) -> None:
     """Each side's cache holds what a fresh run over its ids gives."""
-    for side, held in chat._held.items():
+    for side, held in chat.caches.held.items():
         assert len(held.ids) == length(held.cache)
         model = chat.host.model(side)
         if not held.ids:
@@ -97,7 +97,7 @@ def test_an_answer_is_that_of_a_fresh_run(pair: PairHost, actions: list[tuple[st
     check(chat)
     list(chat.send("and now"))
     check(chat)
-    held = chat._held[chat.side]
+    held = chat.caches.held[chat.side]
     answer = chat.messages[-1].token_ids
     prompt = chat._render(chat.messages[:-1], generation_prompt=True)
     assert list(held.ids) == [*prompt, *answer][: len(held.ids)] and len(held.ids) >= len(prompt)

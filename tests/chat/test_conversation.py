@@ -68,7 +68,7 @@ def say(chat: Conversation, text: str, **options: Any) -> Message:
 
 def check(chat: Conversation) -> None:
     """What must hold at any time."""
-    for side, held in chat._held.items():
+    for side, held in chat.caches.held.items():
         assert length(held.cache) == len(held.ids) == chat.covered(side)
         assert all(0 <= a < b <= len(held.ids) for a, b in held.mapped)
     for account in chat.accounts:
@@ -141,7 +141,7 @@ def test_a_stop_id_ends_the_answer_and_is_not_part_of_it(twins: PairHost, same: 
     chat = Conversation(PairHost.from_models(model, model), Sampling(max_new_tokens=12))
     assert say(chat, "hi").token_ids == free[: free.index(stop)]
     assert not chat.messages[-1].stopped
-    assert length(chat._held["small"].cache) == len(prompt_of(chat, 1)) + free.index(stop)
+    assert length(chat.caches.held["small"].cache) == len(prompt_of(chat, 1)) + free.index(stop)
 
 
 # --- bad input ---
@@ -569,7 +569,7 @@ def test_a_template_that_drops_old_thinking_is_followed_and_counted() -> None:
     assert second.rerun > 0 and second.reused < second.reused + second.native == len(prompt_of(chat, 3))
     check(chat)
     assert second.token_ids == generated(model, prompt_of(chat, 3), 6)
-    assert tokenizer.convert_tokens_to_ids("<think>") not in chat._held["small"].ids
+    assert tokenizer.convert_tokens_to_ids("<think>") not in chat.caches.held["small"].ids
     chat.switch()
     third = say(chat, "three")
     assert third.token_ids == generated(model, prompt_of(chat, 5), 6)

@@ -3,9 +3,9 @@
     send ─▶ render ids ─▶ longest common prefix with what this side holds ─▶ run the rest ─▶ decode ─▶ message
     switch ─▶ the other side's cache gets the same ids: reused, mapped, run natively (`handoff.py`) ─▶ account
 
-The context is always exactly `token_ids`. Each side keeps its cache with the ids that it covers (`held.py`),
-so after a switch back only what is new is mapped, and after undo, edit or a template that rewrites old
-answers the rest is run again, and counted. One chat template serves the whole conversation, that of the model
+The context is always exactly `token_ids`. Each side keeps its cache with the ids that it covers (`caches.py`,
+`held.py`), so after a switch back only what is new is mapped, and after undo, edit or a template that rewrites
+old answers the rest is run again, and counted. One chat template serves the whole conversation, that of the model
 which spoke first; stop ids are always those of the model that speaks.
 
 A call that fails leaves messages, ids, side and accounts as they were. A stop is no failure: what was said
@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,16 +26,12 @@ import torch
 from workbench.approval import Policy
 from workbench.chat import handoff
 from workbench.chat.answer import Job, Message, ShouldStop, stream
+from workbench.chat.caches import Caches, Choice
 from workbench.chat.decode import Sampling
 from workbench.chat.handoff import Account
-from workbench.chat.held import Held, common_prefix
-from workbench.chat.policy import PREFILL, judge
-from workbench.chat.shared import begin
 from workbench.chat.template import clean, render
-from workbench.errors import Cancelled, InputError, WorkbenchError
-from workbench.kv.cache import length
-from workbench.kv.mapper import KVMapper
-from workbench.models.catalog import SIDES, direction_to, other_side
+from workbench.errors import InputError, WorkbenchError
+from workbench.models.catalog import SIDES, other_side
 from workbench.models.loading import LoadedModel
 from workbench.models.pair import PairHost
 
@@ -72,14 +67,13 @@ class Conversation:
         if side not in SIDES:
             raise InputError(f"There is no side {side!r}.", "Use small or large.")
         self.host, self.sampling, self.system, self.side = host, sampling or Sampling(), system, side
+        self.caches = Caches(host)
         self.anchors, self.hold_back, self.incremental = anchors, hold_back, incremental
         self.prefill_times: dict[str, list[tuple[int, float]]] = {}
-        self._ahead_ms = 0.0
         self.policy: Policy | None = None  # decides whether a pair may be mapped; None: as the person asks
         self.messages: list[Message] = []
         self.accounts: list[Account] = []
         self._ids: list[int] = []
-        self._held: dict[str, Held] = {}
         self._template_side: str | None = None
         self._new_account: Account | None = None  # of a switch that no answer has followed yet
         self._switch_ids: list[int] = []
@@ -96,11 +90,11 @@ class Conversation:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that both sides hold for this conversation."""
-        return sum(held.nbytes for held in self._held.values())
+        return self.caches.nbytes
 
     def covered(self, side: str) -> int:
         """Tokens of this conversation that a side holds."""
-        return len(self._held[side].ids) if side in self._held else 0
+        return self.caches.covered(side)
 
     def context_left(self) -> int:
         """Tokens that still fit, by the smaller limit of both models."""
@@ -160,20 +154,20 @@ class Conversation:
             )  # no context, nothing that was handed over
             del self.messages[last:]
             self._ids = ids
-            for held in self._held.values():
-                held.fit(ids)
+            self.caches.fit(ids)
             return text
 
     def clear(self) -> None:
         """Forget everything but the side and the settings."""
         with self._claimed():
             self.messages, self.accounts, self._ids, self._switch_ids = [], [], [], []
-            self._held, self._template_side, self._new_account = {}, None, None
+            self._template_side, self._new_account = None, None
+            self.caches.drop()
 
     def drop_caches(self) -> None:
         """Free the caches of both sides; what is needed of them is run again, visibly."""
         with self._claimed():
-            self._held = {}
+            self.caches.drop()
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
@@ -226,9 +220,9 @@ class Conversation:
                 raise InputError(f"{self.host.name(to)} is speaking already.")
             target = self.host.model(to)
             with self._out_of_memory(target):
-                account = self._take_over(to, target, how, should_stop)
+                account = self.caches.take_over(self._ids, self.side, to, how, self._choice(), should_stop)
             account = handoff.estimate_prefill(account, self.prefill_times.get(to, ()))
-            self.side, self._ahead_ms = to, 0.0
+            self.side = to
             self.accounts.append(account)
             self._new_account, self._switch_ids = account, list(self._ids)
             return account
@@ -251,129 +245,6 @@ class Conversation:
             for message in self.messages:
                 message.account = new if message.account is old else message.account
             return new
-
-    def _take_over(self, to: str, target: LoadedModel, how: str, should_stop: ShouldStop) -> Account:
-        """Bring the target's cache to the conversation's ids."""
-        ids, names = self._ids, (self.host.name(self.side), target.name)
-        if not ids:
-            return Account(
-                *names,
-                how=how,
-                tokens=0,
-                reused=0,
-                mapped=0,
-                native=0,
-                anchors=0,
-                hold_back=0,
-                ms={"total": 0.0},
-            )
-        held, reason = self._holding(to, target), ""
-        if how == "mapped":
-            try:
-                return self._map(to, target, held, should_stop)
-            except (Cancelled, torch.OutOfMemoryError, MemoryError):
-                raise
-            except WorkbenchError as error:
-                reason = str(error)
-            except (
-                Exception
-            ) as error:  # whatever a mapper does wrong, the conversation goes on, visibly without it
-                reason = f"Mapping failed ({type(error).__name__}: {str(error)[:200]})."
-        with self.host.holding_lane(should_stop):
-            held.fit(ids)
-            held.cut_mapped()  # a true prefill rests on nothing that was mapped
-            try:
-                _, account = handoff.prefill(ids, target, held.cache, names[0], reason, should_stop)
-            finally:
-                held.covers(ids)
-            held.origin, held.ahead = account.how, None
-        return account
-
-    def _map(self, to: str, target: LoadedModel, held: Held, should_stop: ShouldStop) -> Account:
-        """Hand over through the mapper.
-
-        Raises:
-            WorkbenchError: the policy refuses, there is no mapper, nothing to map from, or it gave no numbers.
-        """
-        ids, source = self._ids, self.host.model(self.side)
-        verdict = judge(self.host, direction_to(to), self.policy, len(ids))
-        if verdict.how == PREFILL:
-            raise WorkbenchError(verdict.reason)
-        mapper, _ = self.host.mapper(direction_to(to))
-        with self.host.holding_lane(should_stop):
-            theirs = self._holding(self.side, source)
-            if theirs.fit(ids) == 0 and held.fit(ids) < len(ids):
-                raise WorkbenchError(f"The cache of {source.name} is not held any more.")
-            held.fit(ids)
-            if self.anchors is None:  # other anchors are asked for in order to see what they do
-                begin(held, ids, target)
-            prepared = self._keep_ahead(held, mapper)
-            before = len(held.ids)
-            held.cut(len(ids) - 1)
-            try:
-                logits, account = handoff.hand_over(
-                    ids,
-                    theirs.cache,
-                    target,
-                    held.cache,
-                    mapper,
-                    source,
-                    self.anchors,
-                    self.hold_back,
-                    should_stop,
-                )
-                if not torch.isfinite(logits).all():
-                    raise WorkbenchError("Mapping gave values that are not finite.")
-            except BaseException:
-                held.cut(min(before, length(held.cache)))
-                raise
-            start = account.reused + account.anchors
-            if account.mapped:
-                held.mapped.append((start, start + account.mapped))
-            held.covers(ids)
-            held.ahead = None
-        return replace(account, mapped_ahead=prepared, ahead_ms=self._ahead_ms if prepared else 0.0)
-
-    def _keep_ahead(self, held: Held, mapper: KVMapper) -> int:
-        """How many tokens were brought there ahead; those that this switch holds back are taken out again."""
-        if held.ahead is None:
-            return 0
-        _, hold_back = handoff.resolved(mapper, self.anchors, self.hold_back)
-        start = held.ahead
-        held.cut(max(start, len(self._ids) - hold_back))
-        return len(held.ids) - start
-
-    def _map_ahead(self, should_stop: ShouldStop) -> None:
-        """Map what is new into the other side's cache. What goes wrong here costs nothing: the switch does it then."""
-        to, ids = other_side(self.side), self._ids
-        if not ids or not self.host.is_loaded(to) or self.side not in self._held:
-            return
-        clock = perf_counter()
-        with suppress(Exception), self.host.holding_lane(should_stop):
-            source, target = self.host.model(self.side), self.host.model(to)
-            mapper, _ = self.host.mapper(direction_to(to))
-            theirs, held = self._held[self.side], self._holding(to, target)
-            held.fit(ids)
-            if self.anchors is None:
-                begin(held, ids, target)
-            before = len(held.ids)
-            start, stop = handoff.map_ahead(
-                ids,
-                common_prefix(theirs.ids, ids),
-                theirs.cache,
-                target,
-                held.cache,
-                mapper,
-                source,
-                self.anchors,
-                self.hold_back,
-                should_stop,
-            )
-            if stop > start:
-                held.ahead = before if held.ahead is None else held.ahead
-                held.mapped.append((start, stop))
-                held.covers(ids)
-                self._ahead_ms += (perf_counter() - clock) * 1e3
 
     # --- how an answer comes about ---
 
@@ -405,7 +276,7 @@ class Conversation:
                 answer.account = self._orphaned(keep)
                 self.messages, self._new_account, self._attempt = [*turns, answer], None, attempt
                 sampling = replace(self.sampling, seed=self.sampling.seed + attempt)
-                held = self._holding(self.side, model)
+                held = self.caches.of(self.side)
                 growing = stream(answer, Job(self.host, model, held, prompt, room, sampling, should_stop))
                 try:
                     with self._out_of_memory(model):
@@ -414,7 +285,7 @@ class Conversation:
                     growing.close()
                     self._ids = self._render(self.messages)
                 if self.incremental:
-                    self._map_ahead(should_stop)
+                    self.caches.map_ahead(self._ids, self.side, self._choice(), should_stop)
             except GeneratorExit:
                 raise
             except BaseException:
@@ -423,16 +294,14 @@ class Conversation:
 
     # --- small parts ---
 
+    def _choice(self) -> Choice:
+        """What stands for switches now."""
+        return Choice(self.anchors, self.hold_back, self.policy)
+
     def _render(self, turns: list[Message], generation_prompt: bool = False) -> list[int]:
         """Exact ids of these turns, in the template of the model that spoke first."""
         tokenizer = self.host.model(self._template_side or self.side).tokenizer
         return render(tokenizer, turns, system=self.system, generation_prompt=generation_prompt)
-
-    def _holding(self, side: str, model: LoadedModel) -> Held:
-        """What a side holds, nothing at first."""
-        if side not in self._held:
-            self._held[side] = Held.empty(model.spec.layers)
-        return self._held[side]
 
     def _last_question(self) -> int:
         """Index of the user's last message."""
