@@ -1,7 +1,7 @@
 # make setup | demo | test | lint | screenshots. Each does what is missing first and is quick when nothing is.
 #
 #   make demo PORT=8000 ARGS="--pair embedded"     serve the page on 127.0.0.1
-#   make test TESTS="tests/kv -k rope"             run some tests
+#   make test TESTS="tests/kv -k rope"             run some tests (WORKERS=2 at a time)
 #   make fuzz | load | soak MINUTES=30             the long versions: mutants and kills, real sessions, hours
 #   make setup PYTHON=python3.12                   with another Python (3.11 or newer)
 #
@@ -12,6 +12,7 @@ PORT ?= 7860
 ARGS ?=
 TESTS ?=
 MINUTES ?= 30
+WORKERS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -54,7 +55,7 @@ demo: $(VENV)/.requirements
 test: setup $(VENV)/.requirements-dev
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 		|| echo "$(NO_CHROMIUM)"
-	@$(PY) -m pytest $(TESTS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 # Ten thousand artefacts, two thousand manifests, and kill -9 in saves and fits.
 fuzz: $(VENV)/.requirements-dev

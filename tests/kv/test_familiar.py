@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from workbench.kv.familiar import familiar_ids, share_of_rare
+from workbench.kv.familiar import familiar_ids
 
 
 def letters(text: str, **_: Any) -> dict[str, list[int]]:
@@ -19,17 +19,13 @@ TEXT = "a" * 50 + "b" * 30 + "c" * 15 + "d" * 4 + "e"
     ("share", "expected"), [(0.0, ""), (0.01, "abcd"), (0.05, "abc"), (0.2, "ab"), (0.5, "a"), (0.99, "a")]
 )
 def test_the_most_frequent_ids_are_familiar(share: float, expected: str) -> None:
-    found = familiar_ids(letters, [TEXT] * 10, [letters(TEXT)["input_ids"]], share)
+    ids = letters(TEXT)["input_ids"]
+    found, left = familiar_ids(letters, [TEXT] * 10, [ids], share)
     assert "".join(map(chr, found)) == expected
-    assert share_of_rare(found, [letters(TEXT)["input_ids"]]) <= share
+    assert left <= share and (not share or left == sum(token not in found for token in ids) / len(ids))
 
 
 def test_where_all_known_ids_leave_too_much_they_are_all_familiar() -> None:
     """What stands in the judged piece alone counts for nothing."""
-    found = familiar_ids(letters, ["aab" * 20 + "z" * 30], [letters("z" * 30)["input_ids"]], 0.1)
-    assert found == tuple(map(ord, "azb"))
-
-
-def test_nothing_is_rare_without_a_list() -> None:
-    assert share_of_rare((), [[1, 2, 3]]) == 0.0
-    assert share_of_rare((1,), [[1, 2, 3], [1]]) == 0.5
+    found, left = familiar_ids(letters, ["aab" * 20 + "z" * 30], [letters("z" * 30)["input_ids"]], 0.1)
+    assert (found, left) == (tuple(map(ord, "azb")), 1.0)

@@ -104,7 +104,7 @@ def test_a_window_that_is_never_reached_changes_nothing() -> None:
 
 @pytest.mark.parametrize("chunk", [512, 4])
 def test_tokens_at_any_places_equal_native(any_model: torch.nn.Module, chunk: int) -> None:
-    """Both ends are missing and three tokens inside are wrong: running those gives the logits and the cache of a native pass."""
+    """Both ends are missing and three tokens inside are wrong: running those gives what a native pass gives."""
     ids, layers = random_ids(60), any_model.config.num_hidden_layers
     whole, cache = new_cache(layers), new_cache(layers)
     forward(any_model, ids, whole, keep=0)

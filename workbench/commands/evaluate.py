@@ -16,7 +16,7 @@ from workbench.commands.saving import add_save_arguments, save, saved_line, show
 from workbench.errors import InputError
 
 if TYPE_CHECKING:
-    from workbench.lab.approval import Policy
+    from workbench.approval import Policy
     from workbench.lab.arms import Recipe
     from workbench.lab.results import Evaluation
     from workbench.models.pair import PairHost
@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     """Evaluate; see `workbench.lab.retention`. With a grid the mapper's own setting is the main one."""
+    from workbench.approval import Policy, read_policy
     from workbench.commands.common import host_from_args
     from workbench.lab import corpus, retention, scores
-    from workbench.lab.approval import Policy, read_policy
     from workbench.lab.results import finish
     from workbench.lab.tasks import DEFAULT_ITEMS
     from workbench.models.catalog import target_side

@@ -76,7 +76,8 @@ def show_mappers(result: dict[str, Any]) -> str:
             for name in ("native", "source", "no_context")
         ),
         table(
-            ["mapper", "KL", "top-1", "gap recovered", "% of prefill", "% re-read", "ms", "MB", "anchors", "hold-back", "form"],
+            ["mapper", "KL", "top-1", "gap recovered", "% of prefill", "% re-read", "ms", "MB", "anchors", "hold-back",
+             "form"],
             [
                 [
                     name, f"{shown(entry['kl'])} [{shown(entry['ci']['kl'][0])}, {shown(entry['ci']['kl'][1])}]",

@@ -16,7 +16,7 @@ from typing import Any
 
 def familiar_ids(
     tokenizer: Any, texts: Sequence[str], judged: Sequence[Sequence[int]], share: float
-) -> tuple[int, ...]:
+) -> tuple[tuple[int, ...], float]:
     """The fewest ids, most frequent first, beyond which at most `share` of the tokens of other text lie.
 
     Args:
@@ -26,10 +26,10 @@ def familiar_ids(
         share: of tokens to re-read, at least 0 and below 1; 0 gives (), which re-reads nothing.
 
     Returns:
-        The ids; all that occur where even these leave more than `share`.
+        The ids (all that occur where even these leave more than `share`), and the share that they leave.
     """
     if not share:
-        return ()
+        return (), 0.0
     counts: Counter[int] = Counter()
     for text in texts:
         counts.update(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -39,12 +39,5 @@ def familiar_ids(
         elsewhere += [counts[token] - own[token] for token in piece]
     least = max(1, sorted(elsewhere)[int(share * len(elsewhere))])
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return tuple(token for token, count in ordered if count >= least)
-
-
-def share_of_rare(familiar: Sequence[int], pieces: Sequence[Sequence[int]]) -> float:
-    """Share of the tokens of some pieces that are not familiar; 0 where nothing is re-read."""
-    known, total = frozenset(familiar), sum(map(len, pieces))
-    if not familiar or not total:
-        return 0.0
-    return sum(token not in known for piece in pieces for token in piece) / total
+    left = sum(count < least for count in elsewhere) / len(elsewhere)
+    return tuple(token for token, count in ordered if count >= least), left

@@ -26,7 +26,7 @@ from workbench.errors import Cancelled, InputError
 from workbench.kv import distributed, lowrank
 from workbench.kv.artefact import Manifest
 from workbench.kv.attention import root
-from workbench.kv.familiar import familiar_ids, share_of_rare
+from workbench.kv.familiar import familiar_ids
 from workbench.kv.gather import Gatherer, part_of
 from workbench.kv.mapper import KVMapper, hidden_coordinates
 from workbench.kv.options import FitOptions, FitReport, cut_sequences
@@ -125,10 +125,9 @@ def fit(
         mapper, extra["polish_kl"] = _polish(mapper, gatherer, sequences, options, tell, check)
         seconds["polish"] = perf_counter() - clock
 
-    pieces = {part: [s for i, s in enumerate(sequences) if part_of(i) == part] for part in ("choose", "report")}
-    familiar = familiar_ids(source.tokenizer, texts, pieces["choose"], options.reread)
+    familiar, reread_share = familiar_ids(source.tokenizer, texts, sequences, options.reread)
     mapper = replace(mapper, familiar=familiar)
-    report = _report(gatherer, mapper, seconds, extra | {"reread_share": share_of_rare(familiar, pieces["report"])})
+    report = _report(gatherer, mapper, seconds, extra | {"reread_share": reread_share})
     text_sum = hashlib.sha256(repr(sequences).encode()).hexdigest()
     manifest = Manifest(
         direction=direction,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from workbench.approval import ACCEPT, FILE, Approval, Policy, check
-from workbench.approval import read_policy as read_policy  # `evaluate` reads a policy and decides by it
 from workbench.lab.provenance import now, save_result, text_hash
 from workbench.lab.results.quality import Evaluation
 

@@ -164,7 +164,13 @@ def stream(
     points = _curve_settings(main.mapper, context, system_prompt) if curve else []
     settings = [(one.mapper.anchors, one.mapper.hold_back) for one in compared]
     longest = min(source.spec.max_positions, target.spec.max_positions)
-    _check([*settings, *((point.anchors, point.hold_back) for point in points)], context, following, limit, longest)
+    _check(
+        [*settings, *((point.anchors, point.hold_back) for point in points)],
+        context,
+        following,
+        limit,
+        longest,
+    )
     cut = passages(target.tokenizer, texts or documents("heldout"), context + following, limit)
     if system_prompt:
         cut = [passage for passage in cut if passage.start == 0]
@@ -193,7 +199,15 @@ def stream(
         for index, point in enumerate(points):
             with host.holding_lane(should_stop):
                 logits, account = _mapped(
-                    source, target, point.mapper, passage, own, context, point.anchors, point.hold_back, should_stop
+                    source,
+                    target,
+                    point.mapper,
+                    passage,
+                    own,
+                    context,
+                    point.anchors,
+                    point.hold_back,
+                    should_stop,
                 )
             curved[index].add(logits, native, ids)
             reread[index].append(account.reread)
@@ -225,7 +239,11 @@ def stream(
         },
         curve=tuple(
             CurvePoint(
-                point.anchors, point.hold_back, **figures(of), label=point.label, reread_share=mean(read) / context
+                point.anchors,
+                point.hold_back,
+                **figures(of),
+                label=point.label,
+                reread_share=mean(read) / context,
             )
             for point, of, read in zip(points, curved, reread, strict=True)
         ),
@@ -264,9 +282,7 @@ def _curve_settings(mapper: KVMapper, context: int, system_prompt: int) -> list[
     points = [_Point(mapper, *one) for one in dict.fromkeys(asked) if one[0] + one[1] < context]
     ids = mapper.familiar
     for few in ((), *(ids[: max(1, int(part * len(ids)))] for part in CURVE_FAMILIAR)) if ids else ():
-        points.append(
-            _Point(replace(mapper, familiar=few), mapper.anchors, mapper.hold_back, REREAD)
-        )
+        points.append(_Point(replace(mapper, familiar=few), mapper.anchors, mapper.hold_back, REREAD))
     return points
 
 

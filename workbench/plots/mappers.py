@@ -52,7 +52,8 @@ def _table(table: MapperTable) -> go.Figure:
             hovertext=(
                 f"{safe(TITLES.get(name, name))}: KL {entry.kl.value:.3f}, top-1 {entry.top1.value:.3f}, gap recovered "
                 f"{entry.gap_recovered.value:.0%}<br>{safe(entry.form, 120)}<br>{entry.artefact_mb:.1f} MB, "
-                f"{entry.map_ms:.0f} ms, {entry.anchors} anchors, hold-back {entry.hold_back}, {entry.reread_share:.1%} re-read"
+                f"{entry.map_ms:.0f} ms, {entry.anchors} anchors, hold-back {entry.hold_back}, "
+                f"{entry.reread_share:.1%} re-read"
             ),
             hoverinfo="text",
             showlegend=False,
@@ -88,8 +89,8 @@ def _curve(table: MapperTable) -> go.Figure:
                 "width": 4,
             },
             hovertext=[
-                f"{point.anchors} anchors, hold-back {point.hold_back}, {point.reread_share:.1%} re-read<br>KL {point.kl.value:.3f}, "
-                f"top-1 {point.top1.value:.3f}, gap recovered {point.gap_recovered.value:.0%}"
+                f"{point.anchors} anchors, hold-back {point.hold_back}, {point.reread_share:.1%} re-read<br>"
+                f"KL {point.kl.value:.3f}, top-1 {point.top1.value:.3f}, gap recovered {point.gap_recovered.value:.0%}"
                 for point in points
             ],
             hoverinfo="text",

@@ -110,7 +110,8 @@ class MapperTable:
                 "provenance": self.provenance.to_json(),
                 "units": {
                     "kl": "nats per token", "ce": "nats per token", "top1": "share", "gap_recovered": "share",
-                    "map_flops_share": "share", "reread_share": "share", "map_ms": "milliseconds", "artefact_mb": "millions of bytes",
+                    "map_flops_share": "share", "reread_share": "share", "map_ms": "milliseconds",
+                    "artefact_mb": "millions of bytes",
                 },
             }
         )  # fmt: skip
