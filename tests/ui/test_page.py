@@ -144,12 +144,7 @@ def test_two_visitors_have_two_chats(server: Any, open_page: Any) -> None:
 def test_bad_input_is_one_sentence(server: Any, open_page: Any) -> None:
     page = open_page(server.url)
     page.fill("#kv-message textarea", "   ")
-    warned = page.locator("#kv-status .kv-warn")
-    for _ in range(3):  # on a busy machine a click may come before the page's own first events are answered
-        page.click("#kv-send")
-        page.wait_for_timeout(8_000)
-        if warned.count():
-            break
+    page.click("#kv-send")
     page.wait_for_selector("#kv-status .kv-warn")
     assert page.locator(".kv-msg").count() == 0
     open_tab(page, "side")
