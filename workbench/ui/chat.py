@@ -268,7 +268,8 @@ class ChatTab:
         automatic: bool = False,
         threshold: float = 0.0,
     ) -> Generator[dict[Any, Any], None, None]:
-        """Does what the first step noted, streaming; without a note it does nothing."""
+        """Does what the first step noted, streaming; without a note it changes nothing."""
+        yield {self.key: gr.skip()}  # a generator that ends without a word would empty all that it might have shown
         visit = self.engine.visits.get(key)
         if visit is None:
             return
