@@ -65,9 +65,9 @@ def test_a_double_click_switches_once(tab: ChatTab) -> None:
     tab.ask_switch(key, TO_LARGE, False)
     assert "still at work" in tab.ask_switch(key, TO_LARGE, False)[tab.status]
     run(tab, key)
-    assert run(tab, key) == {}  # the second click finds nothing to do
+    assert set(run(tab, key)) == {tab.key}  # the second click finds nothing to do
     late = tab.ask_switch(key, TO_LARGE, False)
-    assert tab.status not in late and run(tab, key) == {}
+    assert tab.status not in late and set(run(tab, key)) == {tab.key}
     assert len(tab.engine.visits.get(key).chat.accounts) == 1
 
 
@@ -87,7 +87,7 @@ def test_bad_messages_add_no_turn(tab: ChatTab, text: str) -> None:
     before = list(tab.engine.visits.get(key).chat.messages)
     shown = tab.ask_send(key, text)
     assert "kv-warn" in shown[tab.status] and tab.text not in shown
-    assert run(tab, key) == {}
+    assert set(run(tab, key)) == {tab.key}
     assert tab.engine.visits.get(key).chat.messages == before
     assert len(texts(say(tab, key, "go on")[1], tab)) == 4
 

@@ -269,15 +269,17 @@ class ChatTab:
         threshold: float = 0.0,
     ) -> Generator[dict[Any, Any], None, None]:
         """Does what the first step noted, streaming; without a note it changes nothing."""
-        yield {self.key: gr.skip()}  # a generator that ends without a word would empty all that it might have shown
-        visit = self.engine.visits.get(key)
-        if visit is None:
+        visit, request = self.engine.visits.get(key), None
+        if visit is not None:
+            with visit.lock:
+                request, visit.pending = visit.pending, None
+                if visit.busy:
+                    request = None
+                visit.running = request or visit.running
+        if visit is None or request is None:
+            # A generator that ends without a word would empty everything that it might have shown.
+            yield {self.key: gr.skip()}
             return
-        with visit.lock:
-            request, visit.pending = visit.pending, None
-            if request is None or visit.busy:
-                return
-            visit.running = request
         try:
             chosen = choices(
                 greedy, temperature, top_p, max_tokens, seed, recommended, anchors, hold_back, measure_each,
