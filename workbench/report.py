@@ -273,11 +273,18 @@ def _mapping(manifest: Mapping[str, Any]) -> str:
     if not manifest:
         return "<section><h2>The mapper</h2><p>There is no manifest beside these results.</p></section>"
     rows = [
-        f'<tr><th scope="row">{esc(name)}</th>'
-        f"{_td(str(value) if isinstance(value, (str, int, float)) else json.dumps(value, ensure_ascii=False))}</tr>"
-        for name, value in manifest.items()
+        f'<tr><th scope="row">{esc(name)}</th>{_td(_field(value))}</tr>' for name, value in manifest.items()
     ]
     return f"<section><h2>The mapper</h2><table><tbody>{''.join(rows)}</tbody></table></section>"
+
+
+def _field(value: Any) -> str:
+    """A manifest's field for people; of a list that nobody reads, such as the familiar ids, how long it is."""
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    if isinstance(value, (list, tuple)) and len(value) > LONGEST_TABLE:
+        return f"{len(value):,} entries"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _environment(results: Mapping[str, Any]) -> str:

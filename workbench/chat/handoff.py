@@ -146,7 +146,7 @@ def hand_over(
     map_stop = max(anchor_stop, min(available, n - hold_back))
     reserve(target_cache, n + max(LEAST_SPARE, n // SPARE_SHARE))
     first, last = range(reused, anchor_stop), range(map_stop, n)
-    scattered = takes_places(target, target_cache)
+    scattered = _takes_places(target, target_cache)
     reread = mapper.rare(ids, anchor_stop, map_stop) if scattered else []
     together = scattered and anchor_stop < map_stop and bool(first or reread) and len(last) <= PREFILL_CHUNK
     ms: dict[str, float] = {}
@@ -175,8 +175,7 @@ def hand_over(
             found = forward_at(model, ids, [*first, *reread, *last], target_cache, should_stop=should_stop)
             ms["ends"] = clock.lap()
         else:
-            if reread:
-                forward_at(model, ids, reread, target_cache, keep=0, should_stop=should_stop)
+            if read_again(ids, anchor_stop, map_stop, target, target_cache, mapper, should_stop):
                 ms["ends"] = clock.lap()
             found = forward(model, ids[map_stop:], target_cache, chunk=PREFILL_CHUNK, should_stop=should_stop)
             ms["hold_back"] = clock.lap()
@@ -273,17 +272,30 @@ def map_ahead(
         if start > before:
             forward(target.model, ids[before:start], target_cache, keep=0, should_stop=should_stop)
         map_blocks(mapper, source_cache, target_cache, start, stop, source.rotary, target.rotary, should_stop)
-        if takes_places(target, target_cache):
-            reread = mapper.rare(ids, start, stop)
-            if reread:
-                forward_at(target.model, ids, reread, target_cache, keep=0, should_stop=should_stop)
+        read_again(ids, start, stop, target, target_cache, mapper, should_stop)
     except BaseException:
         truncate(target_cache, before)
         raise
     return start, stop
 
 
-def takes_places(target: LoadedModel, cache: Cache) -> bool:
+def read_again(
+    ids: Sequence[int],
+    start: int,
+    stop: int,
+    target: LoadedModel,
+    cache: Cache,
+    mapper: KVMapper,
+    should_stop: ShouldStop = None,
+) -> list[int]:
+    """Run the rare tokens from `start` to before `stop` natively, in their places; returns their positions."""
+    rare = mapper.rare(ids, start, stop) if _takes_places(target, cache) else []
+    if rare:
+        forward_at(target.model, ids, rare, cache, keep=0, should_stop=should_stop)
+    return rare
+
+
+def _takes_places(target: LoadedModel, cache: Cache) -> bool:
     """Whether tokens can be run at places in the middle of this cache; where not, nothing is re-read."""
     return takes_masks(target.model) and all(grows_in_place(cache, t) for t in range(target.spec.layers))
 

@@ -27,8 +27,9 @@ from workbench.kv import distributed, lowrank
 from workbench.kv.artefact import Manifest
 from workbench.kv.attention import root
 from workbench.kv.familiar import familiar_ids
+from workbench.kv.features import hidden_coordinates
 from workbench.kv.gather import Gatherer, part_of
-from workbench.kv.mapper import KVMapper, hidden_coordinates
+from workbench.kv.mapper import KVMapper
 from workbench.kv.options import FitOptions, FitReport, cut_sequences
 from workbench.kv.ridge import RidgeSolver, columns_of, head_r2
 from workbench.kv.spec import check_pair

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from workbench.kv.attention import AttentionSums
 from workbench.kv.cache import layer_tensors, new_cache
+from workbench.kv.features import side_by_side
 from workbench.kv.forward import forward
-from workbench.kv.mapper import side_by_side
 from workbench.kv.moments import Moments, Rows
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from torch.nn.functional import linear
 from transformers import Cache
 
 from workbench.errors import Cancelled
-from workbench.kv.cache import check_takes, grows_in_place, layer_tensors, length, truncate
+from workbench.kv.cache import check_takes, grows_in_place, length, truncate
+from workbench.kv.features import Features, head_by_head, hidden_coordinates, wait_for
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec
 
@@ -262,7 +263,7 @@ class KVMapper:
         check_takes(target_cache, stop)
         try:
             clock = perf_counter()
-            features = _Features(self, source_cache, start, stop, rotary_src)
+            features = Features(self, source_cache, start, stop, rotary_src)
             times.strip_ms += (perf_counter() - clock) * 1e3
             if self.reduce:
                 clock = perf_counter()
@@ -280,7 +281,7 @@ class KVMapper:
     def _map_layer(
         self,
         t: int,
-        features: _Features,
+        features: Features,
         target_cache: Cache,
         start: int,
         rotary_tgt: Rotary,
@@ -293,7 +294,7 @@ class KVMapper:
         # `linear` and not `addmm`, which takes twice as long in bfloat16 on a CPU: it spreads the bias out first.
         k_pre = linear(features.of("key", t, device), self.key_weight[t].t(), self.key_bias[t])
         value = linear(features.of("value", t, device), self.value_weight[t].t(), self.value_bias[t])
-        _wait_for(device)
+        wait_for(device)
         after_product = perf_counter()
         n = k_pre.shape[0]
         key, value = head_by_head(k_pre, heads), head_by_head(value, heads)
@@ -305,76 +306,9 @@ class KVMapper:
             value_slots.copy_(value)
         else:  # a cache of another kind takes tensors, and copies them
             target_cache.update(rotary_tgt.rotate(key, start, layer=t), value.contiguous(), t)
-        _wait_for(device)
+        wait_for(device)
         times.product_ms += (after_product - clock) * 1e3
         times.rotate_ms += (perf_counter() - after_product) * 1e3
-
-
-class _Features:
-    """Stripped keys and values of the source layers that are read, side by side in one matrix.
-
-    Each layer is written once, straight to its columns; source layers that follow one another are then read as a view,
-    and only scattered ones are gathered. (Adding up one product a layer instead, without gathering, was measured: no
-    faster, and in half precision the error doubles, since every partial sum is rounded.)
-    """
-
-    def __init__(self, mapper: KVMapper, cache: Cache, start: int, stop: int, rotary: Rotary) -> None:
-        dtype, device = mapper.key_weight[0].dtype, mapper.key_weight[0].device
-        self._mapper, self._width = mapper, mapper.source.kv_width
-        used = {"key": {i for row in mapper.key_layers for i in row},
-                "value": {i for row in mapper.value_layers for i in row}}  # fmt: skip
-        if mapper.features == "both":
-            used["key"] = used["value"] = used["key"] | used["value"]
-        places = [(kind, layer) for kind in ("key", "value") for layer in sorted(used[kind])]
-        self._place = {place: index for index, place in enumerate(places)}
-        rows = torch.empty(stop - start, len(places) * self._width, dtype=dtype, device=device)
-        for index, (kind, layer) in enumerate(places):
-            columns = head_by_head(
-                rows[:, index * self._width : (index + 1) * self._width], mapper.source.kv_heads
-            )
-            keys, values = layer_tensors(cache, layer)
-            if kind == "value":
-                columns.copy_(values[..., start:stop, :])
-            elif keys.device == device:
-                rotary.strip(keys[..., start:stop, :], start, out=columns, layer=layer)
-            else:
-                columns.copy_(rotary.strip(keys[..., start:stop, :], start, layer=layer))
-        _wait_for(device)
-        self._rows = {device: rows}
-        self._reduced: dict[tuple[str, torch.device], Tensor] = {}
-
-    def reduce(self, mapper: KVMapper) -> None:
-        """Low-rank form: make the coordinates that all target layers read, and let go of the features."""
-        device = mapper.reduce[0].device
-        for kind, matrix in zip(("key", "value"), mapper.reduce, strict=False):
-            z = self._gathered(kind, 0, device) @ matrix
-            if mapper.mlp:
-                z = torch.cat((z, hidden_coordinates(z, mapper.mlp)), dim=1)
-            self._reduced[kind, device] = z
-        self._reduced.setdefault(("value", device), self._reduced["key", device])
-        self._rows.clear()
-        _wait_for(device)
-
-    def of(self, kind: str, t: int, device: torch.device) -> Tensor:
-        """(n, features) of one target layer on its device; what had to be moved is remembered."""
-        if not self._reduced:
-            return self._gathered(kind, t, device)
-        if (kind, device) not in self._reduced:
-            self._reduced[kind, device] = next(z for (of, _), z in self._reduced.items() if of == kind).to(
-                device
-            )
-        return self._reduced[kind, device]
-
-    def _gathered(self, kind: str, t: int, device: torch.device) -> Tensor:
-        if device not in self._rows:
-            self._rows[device] = next(iter(self._rows.values())).to(device)
-        layers = (self._mapper.key_layers if kind == "key" else self._mapper.value_layers)[t]
-        kinds = ("key", "value") if self._mapper.features == "both" else (kind,)
-        places = [self._place[of, layer] for of in kinds for layer in layers]
-        rows, width = self._rows[device], self._width
-        if places == list(range(places[0], places[0] + len(places))):
-            return rows[:, places[0] * width : (places[-1] + 1) * width]
-        return torch.cat([rows[:, at * width : (at + 1) * width] for at in places], dim=1)
 
 
 def expected_shapes(
@@ -428,26 +362,3 @@ def expected_shapes(
         for t in range(target.layers):
             shapes[f"{kind}_bias[{t}]"] = (target.kv_width,)
     return shapes
-
-
-def hidden_coordinates(z: Tensor, mlp: Sequence[Tensor]) -> Tensor:
-    """(n, rank) -> (n, width): the two hidden layers of an MLP; gradients flow."""
-    for weight, bias in zip(mlp[::2], mlp[1::2], strict=True):
-        z = torch.nn.functional.gelu(torch.addmm(bias, z, weight))
-    return z
-
-
-def side_by_side(heads: Tensor) -> Tensor:
-    """(1, heads, n, head_dim) of one layer -> (n, heads * head_dim), head by head."""
-    return heads[0].transpose(0, 1).flatten(1)
-
-
-def head_by_head(rows: Tensor, heads: int) -> Tensor:
-    """(n, heads * head_dim) -> (1, heads, n, head_dim), a view: the inverse of `side_by_side`."""
-    return rows.view(rows.shape[0], heads, -1).transpose(0, 1)[None]
-
-
-def _wait_for(device: torch.device) -> None:
-    """Accelerators run behind; without this the milliseconds would belong to the wrong part."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

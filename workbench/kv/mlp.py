@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from workbench.kv.features import hidden_coordinates
 from workbench.kv.lowrank import LowRank, apply_metric
-from workbench.kv.mapper import hidden_coordinates
 from workbench.kv.moments import Rows
 
 EPOCHS = 20

@@ -26,8 +26,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from workbench.kv.cache import layer_tensors, new_cache
+from workbench.kv.features import head_by_head, side_by_side
 from workbench.kv.forward import input_device
-from workbench.kv.mapper import KVMapper, head_by_head, side_by_side
+from workbench.kv.mapper import KVMapper
 from workbench.kv.ridge import columns_of
 
 if TYPE_CHECKING:

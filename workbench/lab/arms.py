@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from workbench.chat.handoff import hand_over, takes_places
+from workbench.chat.handoff import hand_over, read_again
 from workbench.errors import InputError
 from workbench.kv.cache import copy, length, new_cache, truncate
-from workbench.kv.forward import forward, forward_at
+from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
 from workbench.models.loading import LoadedModel
 
@@ -82,8 +82,8 @@ def zero_cache(
         shape = (stop - anchors, spec.kv_heads, spec.head_dim)
         for slots in layer.append_slots(*shape, target.dtype, device):
             slots.zero_()
-    if reread := mapper.rare(ids, anchors, stop) if mapper and takes_places(target, cache) else []:
-        forward_at(target.model, ids, reread, cache, keep=0)
+    if mapper is not None:
+        read_again(ids, anchors, stop, target, cache, mapper)
     return cache
 
 

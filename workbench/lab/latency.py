@@ -26,7 +26,7 @@ from transformers import Cache
 
 from workbench.chat.handoff import Account, hand_over, map_ahead, map_blocks
 from workbench.errors import Cancelled, InputError
-from workbench.kv import artefact
+from workbench.kv import artefact, features
 from workbench.kv.cache import layer_tensors, nbytes, new_cache
 from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
@@ -408,5 +408,4 @@ def drop_from_page_cache(path: Path) -> bool:
 def wait_for(model: LoadedModel) -> None:
     """Accelerators run behind: wait until all of a model's devices have finished."""
     for device in set(model.layer_devices):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        features.wait_for(device)

@@ -252,6 +252,18 @@ class ChatTab:
 
     # --- second step: in the models' lane ---
 
+    def _noted(self, key: str | None) -> tuple[Visit, Request] | None:
+        """Takes what the first step noted; None when there is nothing (any more), or another step is at work."""
+        visit = self.engine.visits.get(key)
+        if visit is None:
+            return None
+        with visit.lock:
+            request, visit.pending = visit.pending, None
+            if request is None or visit.busy:
+                return None
+            visit.running = request
+        return visit, request
+
     def run(
         self,
         key: str | None,
@@ -269,17 +281,12 @@ class ChatTab:
         threshold: float = 0.0,
     ) -> Generator[dict[Any, Any], None, None]:
         """Does what the first step noted, streaming; without a note it changes nothing."""
-        visit, request = self.engine.visits.get(key), None
-        if visit is not None:
-            with visit.lock:
-                request, visit.pending = visit.pending, None
-                if visit.busy:
-                    request = None
-                visit.running = request or visit.running
-        if visit is None or request is None:
+        noted = self._noted(key)
+        if noted is None:
             # A generator that ends without a word would empty everything that it might have shown.
             yield {self.key: gr.skip()}
             return
+        visit, request = noted
         try:
             chosen = choices(
                 greedy, temperature, top_p, max_tokens, seed, recommended, anchors, hold_back, measure_each,

@@ -78,7 +78,7 @@ def chat_settings(engine: Engine) -> ChatSettings:
             4,
             step=1,
             label="Anchors",
-            info="First tokens that the new model runs itmade. They carry much of the attention.",
+            info="First tokens that the new model runs itself. They carry much of the attention.",
         )
         made.hold_back = gr.Slider(
             1,
