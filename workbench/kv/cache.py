@@ -33,7 +33,7 @@ class GrowingLayer(DynamicLayer):
         self._reserve = capacity
         self._buffers: tuple[Tensor, Tensor] | None = None
         self._length = 0
-        self._places: Tensor | None = None
+        self._places: tuple[Tensor, int] | None = None
 
     def get_seq_length(self) -> int:
         """Tokens in this layer."""
@@ -46,9 +46,11 @@ class GrowingLayer(DynamicLayer):
 
         Inside `places`, the first ones go to the places named there instead.
         """
+        seen = None
         if self._places is not None:
             assert self._buffers is not None
-            count, index = len(self._places), self._places.to(key_states.device)
+            index, seen = self._places
+            count, index = len(index), index.to(key_states.device)
             for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
                 buffer.index_copy_(2, index, new[:, :, :count].detach())
             key_states, value_states = key_states[:, :, count:], value_states[:, :, count:]
@@ -56,7 +58,8 @@ class GrowingLayer(DynamicLayer):
         buffers = self._room(stop, key_states, value_states)
         for buffer, new in zip(buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:stop].copy_(new.detach())
-        return self._set_length(stop)
+        keys, values = self._set_length(stop)
+        return keys[:, :, :seen], values[:, :, :seen]
 
     def append_slots(
         self, n: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
@@ -146,14 +149,15 @@ def reserve(cache: Cache, capacity: int) -> None:
 
 
 @contextmanager
-def places(cache: Cache, positions: Sequence[int]) -> Iterator[None]:
+def places(cache: Cache, positions: Sequence[int], seen: int) -> Iterator[None]:
     """Inside, the next forward pass writes its first tokens to these positions, over what is there.
 
-    Tokens of the pass beyond those are appended at the end. Their positions and their mask are the caller's.
+    Tokens of the pass beyond those are appended at the end. The pass gets to see the first `seen` tokens; its positions and
+    its mask are the caller's.
     """
     index = torch.tensor(positions, dtype=torch.long)
     for layer in cache.layers:
-        layer._places = index
+        layer._places = (index, seen)
     try:
         yield
     finally:

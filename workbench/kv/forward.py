@@ -105,7 +105,8 @@ def forward_at(
         part, held = positions[start : start + chunk], length(cache)
         inside = [position for position in part if position < held]
         at = torch.tensor(part)
-        seen = torch.arange(max(held, part[-1] + 1)) <= at[:, None]
+        stop = part[-1] + 1  # no token of this pass sees what stands behind its last one
+        seen = torch.arange(stop) <= at[:, None]
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
         arguments = {
             "input_ids": torch.tensor([[ids[position] for position in part]], device=device),
@@ -114,7 +115,7 @@ def forward_at(
             "cache": cache,
             "use_cache": True,
         }
-        with torch.inference_mode(), places(cache, inside):
+        with torch.inference_mode(), places(cache, inside, stop):
             if keep == 0 or start + chunk < len(positions):
                 model.base_model(**arguments)
             else:
