@@ -186,6 +186,19 @@ def test_wrong_input_is_one_sentence_and_status_2(
     assert out == "" and words in err and err.count("\n") == 1 and "Traceback" not in err
 
 
+@pytest.mark.parametrize("place", ["file", "file/mapper", "/proc/mapper"])
+def test_what_cannot_be_saved_is_told_before_the_fit_starts(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workbench.models import pair
+
+    monkeypatch.setattr(pair, "load", None)  # no model is loaded for this
+    (tmp_path / "file").write_text("x")
+    assert main(["fit", "--out", str(tmp_path / place)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--out" in err and str(tmp_path) not in err
+
+
 @pytest.mark.parametrize(
     ("turns", "words"),
     [
@@ -219,6 +232,9 @@ def test_a_failure_is_status_1_and_a_traceback_needs_debug(
     fail(WorkbenchError("It did not work."))
     assert main(["converse", "--script", path]) == 1
     assert capsys.readouterr().err == "It did not work.\n"
+    fail(RuntimeError("can't allocate memory: you tried to allocate 4096 bytes. Error code 12"))
+    assert main(["converse", "--script", path]) == 1
+    assert capsys.readouterr().err == "There was not enough memory for this (4096 bytes were asked for).\n"
     fail(ZeroDivisionError("one\ntwo"))
     assert main(["converse", "--script", path]) == 1
     assert capsys.readouterr().err == "ZeroDivisionError: one two (--debug shows where).\n"

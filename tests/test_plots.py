@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from workbench import plots
-from workbench.lab.provenance import Provenance
+from workbench.lab.provenance import Provenance, load_precomputed
 from workbench.lab.results import (
     METRICS,
     Arm,
@@ -172,6 +172,12 @@ def test_an_account_says_where_its_prefill_is_from() -> None:
     fallback = ACCOUNT | {"how": "fallback", "reason": "no mapper.", "ms": {"prefill": 90.0, "total": 90.0}}
     assert len(plots.account(fallback).data) == 1
     assert plots.describe(fallback).startswith("Fallback to a true prefill (no mapper)")
+
+
+def test_names_of_tasks_are_literal() -> None:
+    scores = load_precomputed("embedded", "up", "quality").scores
+    spoilt = replace(scores, tasks={EVIL: next(iter(scores.tasks.values()))})
+    assert plots.figure(spoilt).layout.yaxis.ticktext[0].startswith("&lt;img")
 
 
 def test_literal_text() -> None:

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from workbench.commands import COMMANDS
 from workbench.commands.common import StderrProgress, add_common_arguments, jsonable, prepare_environment
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, WorkbenchError, out_of_memory
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.close()
         if debug:
             traceback.print_exc()
+        if (asked := out_of_memory(error)) is not None:
+            print(f"There was not enough memory for this{asked}.", file=sys.stderr)
+            return 1
         what = " ".join(str(error).split())[:300]
         print(f"{type(error).__name__}: {what} (--debug shows where).", file=sys.stderr)
         return 1

@@ -198,7 +198,7 @@ def load_approval(folder: Path) -> tuple[Approval | None, str]:
             "target_revision": manifest["target"]["revision"],
             "tokenizer": manifest["target"]["tokenizer"],
         }
-    except (InputError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (InputError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, "The approval record of this pair cannot be read."
     for name, value in stored.items():
         if record.tuple_.get(name) != value:

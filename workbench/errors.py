@@ -3,6 +3,14 @@
 Only the screens and the command line turn them into text for people.
 """
 
+import re
+
+_OUT_OF_MEMORY = re.compile(
+    r"MemoryError|out ?of ?memory|can't allocate memory|Cannot allocate memory|Unable to allocate",
+    re.IGNORECASE,
+)
+_ASKED_FOR = re.compile(r"(?:allocate|Tried to allocate) (\d[\d.,]* ?(?:bytes|[KMGT]i?B))")
+
 
 class WorkbenchError(Exception):
     """Base of all errors that are meant for people. `exit_status` is what the command line returns."""
@@ -46,3 +54,15 @@ class Cancelled(WorkbenchError):
 
 class BusyError(InputError):
     """Too many people wait for the model already."""
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """How much memory an error says that it asked for, as words in brackets or ""; None when it is of another kind.
+
+    On the processor torch raises a plain `RuntimeError`, so its words have to tell.
+    """
+    text = f"{type(error).__name__} {error}"
+    if isinstance(error, WorkbenchError) or not _OUT_OF_MEMORY.search(text):
+        return None
+    asked = _ASKED_FOR.search(text)
+    return f" ({asked[1]} were asked for)" if asked else ""

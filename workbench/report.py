@@ -44,6 +44,7 @@ TITLES = {
     "drift": "Repeated switches",
     "patch": "What single heads cost",
     "mappers": "Mappers beside each other",
+    "variants": "Which diagnostic foretells what is kept",
     "cascade": "When the large model takes over",
 }
 LONGEST_TABLE = 400
@@ -123,7 +124,7 @@ def load_other(place: Path, run: Run) -> Run:
             if kind in KINDS
         }
         return Run(data["pair"], data["title"], data["direction"], results, dict(data["manifest"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(
             f"{place.name!r} is no report that can be read.", "Give a folder or a report."
         ) from None

@@ -27,6 +27,7 @@ TERMS: dict[str, str] = {
     "anchor": "One of the first few tokens. All later ones attend to them, so the target runs them itself.",
     "anchors": "The first few tokens. All later ones attend to them, so the target runs them itself.",
     "re-read": "Rare tokens (names, numbers) are what mapping loses first: the target runs them itself, over the rest.",
+    "native layers": "Lowest layers that the target runs itself over the whole text: exact, as nothing above is needed.",
     "hold-back": "The last few tokens. The target model runs them itself, on top of the mapped ones.",
     "RoPE": "How a key says where its token stands: it is rotated by an angle that grows with the position.",
     "ridge": "Least squares with a small penalty on large weights; it has one exact solution.",
@@ -41,6 +42,9 @@ TERMS: dict[str, str] = {
     "gap recovered": "How much of the benefit of having the context survives the mapping. 1 is all of it.",
     "retention": "Accuracy on the mapped cache as a share of the accuracy on the true one.",
     "retention floor": "Retention with what guessing would reach taken off both sides.",
+    "correlation": "How closely two figures go together, here over mappers: 1 or -1 wholly, 0 not at all.",
+    "rank correlation": "The same for the order alone, so that a few very bad mappers cannot decide it.",
+    "mapper variant": "A mapper fitted with other settings, or spoilt with noise on purpose, to compare good ones and bad.",
     "drift": "How the error grows when a conversation is handed over again and again.",
     "held out": "Text that the mapper was not fitted on.",
     "p/n": "Parameters per output over calibration tokens. Above 0.2 the fit may overfit.",
@@ -51,3 +55,8 @@ TERMS: dict[str, str] = {
     "patch gain": "How much closer the output comes when only this head gets its true keys and values back.",
 }
 """Term -> one plain sentence or two."""
+
+
+def lowest(layers: int) -> str:
+    """So many lowest layers, in words."""
+    return "the lowest layer" if layers == 1 else f"the lowest {layers} layers"

@@ -268,6 +268,37 @@ def test_a_switch_with_nothing_new_and_two_in_a_row(twins: PairHost, same: Loade
     check_answers(chat, same)
 
 
+def test_a_switch_inside_a_character(twins: PairHost, same: LoadedModel) -> None:
+    """An answer that ends between the tokens of one emoji: its text has no half, its ids stay, a switch changes nothing."""
+    inside = 0
+    for tokens in range(1, 16):
+        plain, chat = (Conversation(twins, Sampling(max_new_tokens=tokens)) for _ in range(2))
+        for each in (plain, chat):
+            reply = say(each, "🙂")
+        inside += decode.plain_text(same.tokenizer, reply.token_ids).endswith(decode.HALF)
+        assert not reply.text.endswith(decode.HALF) and len(reply.token_ids) == tokens
+        chat.switch()
+        for each in (plain, chat):
+            say(each, "and?")
+        assert plain.token_ids == chat.token_ids and plain.messages[-1].text == chat.messages[-1].text
+        check(chat)
+    assert inside  # random bytes: some of these answers do end inside a character
+
+
+def test_a_long_message_after_a_switch_at_once_and_token_by_token(
+    pair: PairHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    for chunk in (512, 1):
+        monkeypatch.setattr(answer, "PREFILL_CHUNK", chunk)
+        chat = Conversation(pair, SHORT)
+        say(chat, "one two three four five six")
+        assert chat.switch().how == "mapped"
+        said.append(say(chat, "word " * 60).token_ids)
+        check(chat)
+    assert said[0] == said[1]
+
+
 def test_a_switch_before_the_first_message(twins: PairHost, same: LoadedModel) -> None:
     chat = Conversation(twins, SHORT)
     assert chat.switch().tokens == 0
@@ -608,13 +639,26 @@ def test_a_failure_in_the_middle_leaves_the_conversation_as_before(
     assert reply.token_ids == generated(same, prompt_of(chat, 3), 6)
 
 
-def test_running_out_of_memory_is_one_sentence(pair: PairHost, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+        RuntimeError(  # what the processor's allocator says
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 40000000000000 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+    ],
+)
+def test_running_out_of_memory_is_one_sentence(
+    pair: PairHost, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chat = Conversation(pair, SHORT)
     say(chat, "one")
     before = chat.to_json()
 
     def full(*args: Any, **options: Any) -> Any:
-        raise torch.OutOfMemoryError("tried to allocate")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(answer, "forward", full)

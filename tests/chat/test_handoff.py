@@ -8,7 +8,8 @@ from transformers import DynamicCache
 
 from tests.conftest import KINDS, random_ids, tiny_model, tiny_tokenizer
 from tests.kv.test_mapper import filled, random_mapper
-from workbench.chat.handoff import gate, hand_over, measure_prefill, prefill
+from workbench.chat.account import measure_prefill
+from workbench.chat.handoff import gate, hand_over, prefill
 from workbench.errors import Cancelled
 from workbench.kv.cache import copy, layer_tensors, length, new_cache, truncate
 from workbench.kv.forward import forward

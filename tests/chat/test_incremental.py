@@ -7,9 +7,10 @@ import torch
 
 from tests.conftest import random_ids
 from tests.lab.conftest import make_host
+from workbench.chat.account import Account, estimate_prefill, measure_prefill
 from workbench.chat.conversation import Conversation
 from workbench.chat.decode import Sampling
-from workbench.chat.handoff import Account, estimate_prefill, hand_over, map_ahead, measure_prefill
+from workbench.chat.handoff import hand_over, map_ahead
 from workbench.errors import Cancelled
 from workbench.kv.cache import layer_tensors, length, new_cache
 from workbench.kv.forward import forward

@@ -14,6 +14,9 @@ import pytest
 from tests.lab.conftest import make_host, texts
 from workbench.commands import bench, common, compare, evaluate, heads
 from workbench.errors import InputError
+from workbench.kv import artefact
+from workbench.kv.manifest import Manifest
+from workbench.lab.marks import load_marks
 from workbench.lab.provenance import load_result
 from workbench.models.pair import PairHost
 
@@ -142,6 +145,37 @@ def test_evaluate(call: Any, tmp_path: Path) -> None:
         call(evaluate, "--chats")
     with pytest.raises(InputError):
         call(evaluate, "--anchors", "some")
+
+
+def test_heads_run_natively(
+    call: Any, tmp_path: Path, host: PairHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved beside the mapper or in its place, with the marks; what was measured of the map goes along."""
+    folder, options = tmp_path / "mapper", ("--limit", "2", "--context", "24", "--following", "4")
+    source, target = host.model("small"), host.model("large")
+    mapper, _ = host.mapper("up")
+    manifest = Manifest(
+        "up", source.identity, target.identity, "plain", 2, 0.01, mapper.anchors, mapper.hold_back,
+        mapper.key_layers, mapper.value_layers, {}, {}, {},
+    )  # fmt: skip
+    artefact.save(folder, mapper, manifest)
+    (folder / "heads.json").write_text("{}")
+    own = PairHost.from_models(source, target, {"up": artefact.load(folder)})
+    monkeypatch.setattr(common, "host_from_args", lambda args: (own, "up"))
+    monkeypatch.setattr(own, "mapper_folder", lambda direction: folder)
+    result, table = call(heads, *options, "--restore", "0,1,2.1", "--native", str(tmp_path / "native"))
+    assert result["native"]["layers"] == 2 and "runs the lowest 2 layers natively" in table
+    saved, read = artefact.load(tmp_path / "native", source.identity, target.identity, "up")
+    assert saved.native_layers == 2 and read.tensors_sha256 == result["native"]["mapper"]
+    marked = load_marks(tmp_path / "native", read.tensors_sha256)
+    assert len(marked.heads) == 5 and marked.gain is not None and marked.gain.native_layers == 2
+    assert (tmp_path / "native" / "heads.json").read_text() == "{}"
+    assert artefact.load(folder)[0].native_layers == 0
+    call(heads, *options, "--restore", "0", "--native", str(folder))
+    assert artefact.load(folder)[0].native_layers == 1 and (folder / "heads.json").is_file()
+    for wrong in (["--restore", "1", "--native", str(folder)], ["--native", str(folder)], ["--mark"]):
+        with pytest.raises(InputError):
+            call(heads, *options, *wrong)
 
 
 def test_heads_restore(call: Any, tmp_path: Path, host: PairHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,14 @@ and a conversation is switched to it and back.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.conftest import VOCAB, random_ids, random_model, tiny_model, tiny_tokenizer
+from tests.kv.test_mapper import random_mapper
 from workbench.chat.conversation import Conversation
 from workbench.chat.decode import Sampling
 from workbench.chat.handoff import gate, hand_over
@@ -141,6 +143,22 @@ def test_its_own_cache_through_the_path_gives_native_logits(family: LoadedModel)
         logits = forward(family.model, ids[-held:], cache, keep=held)
         torch.testing.assert_close(logits, native[-held:], rtol=1e-3, atol=2e-3)
     assert gate(family, ids).ok
+
+
+def test_its_lowest_layers_run_alone(family: LoadedModel, other: LoadedModel) -> None:
+    ids, layers = random_ids(60, seed=2), family.spec.layers
+    source_cache, native = new_cache(other.spec.layers), new_cache(layers)
+    forward(other.model, ids, source_cache, keep=0)
+    expected = forward(family.model, ids, native)
+    for lowest in (1, layers):
+        mapper = replace(random_mapper(other.model, family.model), native_layers=lowest)
+        cache = new_cache(layers)
+        logits, account = hand_over(ids, source_cache, family, cache, mapper, other, 3, 8)
+        assert account.native_layers == lowest and length(cache) == 60
+        for layer in range(lowest):
+            for one, two in zip(layer_tensors(cache, layer), layer_tensors(native, layer), strict=True):
+                torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+        assert torch.allclose(logits, expected, rtol=1e-3, atol=2e-3) == (lowest == layers)
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])

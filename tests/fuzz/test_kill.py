@@ -1,16 +1,22 @@
-"""kill -9 at any moment of a save or a fit: the old artefact is whole or the new one is; a fit goes on."""
+"""kill -9 at any moment of a save, a fit or a chat: the old artefact is whole or the new one is; a fit goes on.
+
+A page whose server was killed in the middle of an answer is told so by the next one, and goes on there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -18,13 +24,15 @@ from tests.conftest import tiny_model, tiny_tokenizer
 from tests.fuzz.conftest import LONG
 from tests.fuzz.test_artefact import made as made
 from tests.fuzz.test_artefact import same
+from tests.load.client import Server, Visitor
 from tests.ui.tiny import text
 from workbench.kv import artefact
 from workbench.kv.fit import fit
 from workbench.kv.options import FitOptions
-from workbench.models.loading import wrap
+from workbench.models.catalog import own_artefact_folder, resolve
+from workbench.models.loading import load, wrap
 
-SAVES, FITS = (50, 20) if LONG else (6, 2)
+SAVES, FITS, CHATS = (50, 20, 10) if LONG else (6, 2, 1)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -121,6 +129,86 @@ def test_kills_while_fitting(tmp_path: Path) -> None:
     process.join(120)
     assert process.exitcode == 0
     close(artefact.load(folder)[0], expected[0])
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two models in folders with a mapper, and a home of their own."""
+    monkeypatch.setenv("KV_WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("LOAD_LOG", str(tmp_path / "server.log"))
+    tokenizer, models = tiny_tokenizer(), []
+    for name, seed in (("small", 1), ("large", 2)):
+        tiny_model("llama", seed, max_position_embeddings=4096).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        models.append(load(str(tmp_path / name), dtype="float32", device_map="cpu"))
+    refs = [str(tmp_path / name) for name in ("small", "large")]
+    options = FitOptions(sequences=8, length=48, top_k=1, anchors=2, hold_back=4)
+    mapper, manifest, _ = fit(*models, [text(60, seed) for seed in range(10)], options, direction="up")
+    artefact.save(own_artefact_folder(resolve(None, *refs), "up"), mapper, manifest)
+    return refs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600 if LONG else 900)
+def test_kills_while_chatting(folders: list[str], tmp_path: Path) -> None:
+    arguments = ["--source", folders[0], "--target", folders[1], "--dtype", "float32"]
+    mapper = own_artefact_folder(resolve(None, *folders), "up")
+    kept = {path: path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file()}
+    moments = random.Random(2)
+    server = Server(arguments)
+    try:
+        server.wait()
+        visitor = Visitor(server.url, 1024)
+        for number in range(CHATS):
+            before = len(visitor.lines)
+            chat = threading.Thread(target=talk, args=(visitor, f"tell me a story, {number}"))
+            chat.start()
+            until = time.monotonic() + 120
+            while "kv-by-small" not in str(visitor.lines[before:]) and time.monotonic() < until:
+                time.sleep(0.05)
+            time.sleep(moments.uniform(0.0, 0.5))  # somewhere in the answer
+            helpers = children(server.process.pid)
+            server.process.kill()
+            server.process.wait()
+            chat.join(60)
+            until = time.monotonic() + 20
+            while any(Path(f"/proc/{pid}").exists() for pid in helpers) and time.monotonic() < until:
+                time.sleep(0.1)
+            assert not any(Path(f"/proc/{pid}").exists() for pid in helpers)  # they end with their server
+            assert {
+                path: path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file()
+            } == kept
+            server = Server(arguments, server.port)
+            server.wait()
+            visitor.settings = visitor.fill("run_send", {"Longest answer, in tokens": 8})
+            visitor.say("are you there")
+            assert "does not hold this chat any more" in visitor.status
+            visitor.say("a new beginning")
+            assert visitor.texts()[0] == "a new beginning" and len(visitor.texts()) == 2
+            visitor.switch("large")
+            visitor.say("and on")
+            assert "mapped context" in str(visitor.items[-1]) and len(visitor.texts()) == 4
+            visitor.settings = visitor.fill("run_send", {"Longest answer, in tokens": 1024})
+            visitor.press("clear")
+        artefact.load(mapper)
+        assert server.tracebacks() == 0
+    finally:
+        server.end()
+
+
+def talk(visitor: Visitor, words: str) -> None:
+    """Says something; the server may be gone before the answer is."""
+    with contextlib.suppress(httpx.HTTPError, ConnectionError):
+        visitor.say(words)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    return [
+        int(number)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for number in path.read_text().split()
+    ]
 
 
 def close(ours: Any, theirs: Any) -> None:

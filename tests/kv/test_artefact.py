@@ -17,7 +17,7 @@ from tests.kv.test_mapper import low_rank_mapper, random_mapper
 from workbench.errors import ArtefactError
 from workbench.kv import artefact
 from workbench.kv.artefact import MANIFEST, TENSORS
-from workbench.kv.manifest import FORMAT, Manifest, ModelIdentity, checksum
+from workbench.kv.manifest import FORMAT, NATIVE_FORMAT, Manifest, ModelIdentity, checksum
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +188,10 @@ def test_overlapping_offsets_and_absurd_numbers_are_refused(saved):
     path.write_text(json.dumps(data | {"sum": checksum(data)}))
     with pytest.raises(ArtefactError, match="no valid safetensors"):
         artefact.load(saved)
-    path.write_text('{"format": ' + "1" * 5000 + "}")
-    with pytest.raises(ArtefactError, match="not readable JSON"):
-        artefact.load(saved)
+    for number in ("1" * 5000, "NaN", "-Infinity"):
+        path.write_text('{"format": ' + number + "}")
+        with pytest.raises(ArtefactError, match="not readable JSON"):
+            artefact.load(saved)
 
 
 def test_links_pipes_and_huge_sparse_files_are_refused_at_once(saved):
@@ -326,6 +327,56 @@ def test_familiar_ids_survive_saving(made, tmp_path):
     loaded, read = artefact.load(tmp_path / "mapper")
     assert loaded.familiar == read.familiar == (5, 3, 200)
     assert loaded.rare([3, 4, 5, 6], 0, 4) == [1, 3] and loaded.rare([3, 4, 5, 6], 2, 3) == []
+
+
+def test_native_layers_survive_saving_and_change_the_sum(made, saved, tmp_path):
+    """Only then is the format a new one: a reader that knows nothing of them must not read on."""
+    mapper, manifest = made
+    plain = artefact.read_manifest(saved)
+    assert plain.format == FORMAT and "native_layers" not in json.loads((saved / MANIFEST).read_text())
+    artefact.save_with_native_layers(saved, saved, 2)
+    loaded, read = artefact.load(saved, manifest.source, manifest.target, "up")
+    assert (loaded.native_layers, read.native_layers, read.format) == (2, 2, NATIVE_FORMAT)
+    assert loaded.flops_per_token < mapper.flops_per_token
+    other = artefact.save_with_native_layers(saved, tmp_path / "other", 3)
+    assert len({plain.tensors_sha256, read.tensors_sha256, other.tensors_sha256}) == 3
+    assert artefact.load(saved)[0].native_layers == 2
+    artefact.save_with_native_layers(saved, saved, 0)  # the tensors of those layers are still there
+    again, back = artefact.load(saved)
+    assert back == plain and again.native_layers == 0
+    for layers in (-1, 5):
+        with pytest.raises(ArtefactError, match="has 4 layers"):
+            artefact.save_with_native_layers(saved, saved, layers)
+
+
+def test_tensors_of_another_number_of_native_layers_are_refused(saved):
+    """The manifest alone cannot change what a sum stands for."""
+    path = saved / MANIFEST
+    data = json.loads(path.read_text()) | {"format": NATIVE_FORMAT, "native_layers": 1}
+    del data["sum"]
+    path.write_text(json.dumps(data | {"sum": checksum(data)}))
+    with pytest.raises(ArtefactError, match="not saved with 1 native layers"):
+        artefact.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(-1, "must be 1 to 4"), (5, "must be 1 to 4"), (0, "must be 1 to 4"), (True, "wrong type"), ("2", "wrong type"),
+     (None, "no field 'native_layers'")],
+)  # fmt: skip
+def test_native_layers_in_a_manifest_are_checked(saved, value, message):
+    artefact.save_with_native_layers(saved, saved, 2)
+    path = saved / MANIFEST
+    data = json.loads(path.read_text())
+    del data["sum"], data["native_layers"]
+    data |= {} if value is None else {"native_layers": value}
+    path.write_text(json.dumps(data | {"sum": checksum(data)}))
+    with pytest.raises(ArtefactError, match=message):
+        artefact.load(saved)
+    data |= {"format": FORMAT, "native_layers": 2}
+    path.write_text(json.dumps(data | {"sum": checksum(data)}))
+    with pytest.raises(ArtefactError, match="unknown field 'native_layers'"):
+        artefact.load(saved)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Fitting, end to end on tiny models: it recovers what is linear, resumes, stops, and refuses what cannot work."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -110,6 +112,23 @@ def test_kept_sums_fit_other_settings_without_reading_again(twins, tmp_path):
     torch.testing.assert_close(resumed.key_weight[0], whole.key_weight[0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("objective", ["plain", "attention"])
+def test_one_reading_serves_both_directions(twins, tmp_path, objective):
+    """The opposite direction's sums, gathered on the way, fit what its own reading would have fitted."""
+    source, target = twins
+    options = FitOptions(16, 64, top_k=2, objective=objective)
+    files = tmp_path / "up", tmp_path / "down"
+    up, _, _ = fit(source, target, TEXTS, options, direction="up", state_file=files[0], back_file=files[1])
+    said = []
+    down, _, _ = fit(target, source, TEXTS, options, direction="down", state_file=files[1], resume=True,
+                     progress=lambda share, text: said.append(text))  # fmt: skip
+    assert said[0].startswith("chose") and not files[0].exists()
+    for found, (one, other, direction) in ((up, (source, target, "up")), (down, (target, source, "down"))):
+        alone, _, _ = fit(one, other, TEXTS, options, direction=direction)
+        assert found.key_layers == alone.key_layers
+        torch.testing.assert_close(found.value_weight[0], alone.value_weight[0], rtol=1e-3, atol=1e-4)
+
+
 def test_state_of_another_fit_is_not_used(twins, tmp_path):
     source, target = twins
     gatherer = Gatherer(source, target, OPTIONS)
@@ -139,11 +158,25 @@ def test_state_of_another_fit_is_not_used(twins, tmp_path):
         {"mlp": 8},
         {"mlp": 8, "rank": 4, "features": "own"},
         {"polish": -1},
+        {"native_layers": -1},
     ],
 )
 def test_bad_options_are_refused(wrong):
     with pytest.raises(InputError):
         FitOptions(**wrong)
+
+
+def test_native_layers_are_fitted_like_the_others_and_saved(twins, tmp_path):
+    source, target = twins
+    plain, _, expected = fit(source, target, TEXTS, OPTIONS, direction="up")
+    mapper, manifest, report = fit(source, target, TEXTS, replace(OPTIONS, native_layers=2), direction="up")
+    assert torch.equal(mapper.key_weight[0], plain.key_weight[0]) and report.r2_k == expected.r2_k
+    assert (report.parameters, mapper.native_layers) == (expected.parameters, 2)
+    assert report.flops_per_token < expected.flops_per_token
+    assert artefact.save(tmp_path / "m", mapper, manifest) == artefact.read_manifest(tmp_path / "m")
+    assert artefact.read_manifest(tmp_path / "m").native_layers == manifest.native_layers == 2
+    with pytest.raises(InputError, match="native"):
+        fit(source, target, TEXTS, replace(OPTIONS, native_layers=9), direction="up")
 
 
 def test_too_little_text_and_other_vocabularies_are_refused(twins):

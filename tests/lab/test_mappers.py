@@ -5,15 +5,19 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
-from tests.conftest import tiny_model, tiny_tokenizer
+from tests.conftest import random_ids, tiny_model, tiny_tokenizer
 from tests.lab.conftest import random_mapper, texts
 from workbench.errors import ArtefactError, InputError
 from workbench.kv import artefact
+from workbench.kv.cache import layer_tensors, length, new_cache
 from workbench.kv.fit import fit
+from workbench.kv.forward import forward
 from workbench.kv.mapper import KVMapper
 from workbench.kv.options import FitOptions
 from workbench.lab import mappers
+from workbench.lab.arms import zero_cache
 from workbench.lab.corpus import passages
 from workbench.lab.results import KINDS, MapperTable, finish
 from workbench.models.loading import wrap
@@ -92,6 +96,34 @@ def test_the_curve_varies_one_thing_at_a_time_and_survives_json(pair):
     drawn = figure(again, part="curve")
     assert len(drawn.data) == 2 and "5 (system prompt)" in drawn.data[0].x
     assert len(figure(again).data) == 2
+
+
+def test_native_layers_are_counted(pair):
+    """With all layers native the mapper multiplies nothing, and the cost is a whole prefill."""
+    plain = pair.mapper("up")[0]
+    compared = [mappers.Contestant(f"m{m}", replace(plain, native_layers=m), None) for m in (0, 1, 3)]
+    result = finish(mappers.stream(pair, "up", compared, texts(), limit=4, context=40, following=6))
+    none, one, every = (result.mappers[f"m{m}"] for m in (0, 1, 3))
+    assert none.native_share == 0 and one.native_share == pytest.approx(1 / 3)
+    assert one.map_flops_share == pytest.approx(none.map_flops_share * 2 / 3)
+    assert one.cost_share == pytest.approx(one.map_flops_share + 1 / 3)
+    assert every.cost_share == pytest.approx(1)
+    assert every.kl.value == pytest.approx(0, abs=1e-5) and one.kl.value > 1e-3
+    assert "the lowest layer native" in one.form and "native" not in none.form
+    again = MapperTable.from_json(json.loads(json.dumps(result.to_json())))
+    assert again.mappers["m1"].native_share == one.native_share
+
+
+def test_the_control_without_information_runs_the_same_layers(pair):
+    target = pair.model("large")
+    ids, native = random_ids(30), new_cache(3)
+    forward(target.model, ids, native, keep=0)
+    zero = zero_cache(target, ids, 2, 25, replace(pair.mapper("up")[0], native_layers=2))
+    assert length(zero) == 25
+    for layer in range(3):
+        ours, theirs = layer_tensors(zero, layer)[0], layer_tensors(native, layer)[0]
+        same = torch.allclose(ours[:, :, :25], theirs[:, :, :25], atol=1e-4)
+        assert same == (layer < 2) and bool(ours[:, :, 2:].any()) == (layer < 2)
 
 
 def test_what_is_reread_is_counted_and_has_a_curve(pair):

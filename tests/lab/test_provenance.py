@@ -71,3 +71,22 @@ def test_a_saved_result_says_so_in_all_its_parts() -> None:
     """The tasks have an origin of their own, which must not go on claiming that they were measured here."""
     saved = load_precomputed("embedded", "up", "quality")
     assert saved.provenance.origin == saved.scores.provenance.origin == "precomputed"
+
+
+def test_json_nested_absurdly_deep_is_damage_like_any_other(tmp_path: Path) -> None:
+    """Python's reader raises `RecursionError` for it, which is no `ValueError`; a page must open all the same."""
+    from workbench import approval
+    from workbench.lab.marks import load_marks, marks_path
+    from workbench.lab.summary import read_manifest
+
+    for path in (
+        tmp_path / "heads.json",
+        tmp_path / "manifest.json",
+        marks_path(tmp_path),
+        tmp_path / approval.FILE,
+    ):
+        path.write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"heads\.json holds no heads result"):
+        load_result(tmp_path / "heads.json", "heads")
+    assert read_manifest(tmp_path) == {} and load_marks(tmp_path, "x").heads == ()
+    assert approval.load_approval(tmp_path)[0] is None

@@ -157,10 +157,12 @@ def _value(output: Any) -> Any:
 class Server:
     """`app.py` in a process of its own."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], port: int = 0) -> None:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
             port = int(probe.getsockname()[1])
+        self.port = port
         self.url = f"http://127.0.0.1:{port}/"
         self.log = Path(os.environ.get("LOAD_LOG", "out/load-server.log"))
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import random_ids, tiny_model, tiny_tokenizer
 from workbench.chat.handoff import hand_over
@@ -112,6 +113,11 @@ def test_adapters_that_cannot_be_used_are_refused_in_words(
     with pytest.raises(ModelUnavailableError, match="does not fit"):
         load(spoil(r=7), dtype="float32", device_map="cpu")
     spoil()
+    tensors = load_file(folder / adapter.WEIGHTS)
+    tensors.pop(min(tensors))
+    save_file(tensors, folder / adapter.WEIGHTS)
+    with pytest.raises(ModelUnavailableError, match="missing adapter keys"):
+        load(f"{base}+{folder}", dtype="float32", device_map="cpu")
     (folder / adapter.WEIGHTS).write_bytes(b"PK" * 20)
     with pytest.raises(InputError, match="no safetensors"):
         locate(f"{base}+{folder}")

@@ -57,6 +57,12 @@ def test_layers_on_disk_give_native_logits_through_the_path(
     native = forward(tiny_model("llama"), ids, new_cache(3))
     torch.testing.assert_close(forward(model.model, ids, new_cache(3)), native, rtol=1e-4, atol=1e-4)
     assert gate(model, ids).ok
+    own, nothing = new_cache(3), tuple(torch.zeros_like(w) for w in KVMapper.identity(model.spec).key_weight)
+    forward(model.model, ids, own, keep=0)
+    mapper = replace(KVMapper.identity(model.spec), key_weight=nothing, value_weight=nothing, native_layers=3)
+    logits, account = hand_over(ids, own, model, new_cache(3), mapper, model, 2, 3)
+    torch.testing.assert_close(logits, native, rtol=1e-4, atol=1e-4)
+    assert account.native_layers == 3
 
 
 def test_mapped_keys_and_values_land_on_their_layers_device() -> None:

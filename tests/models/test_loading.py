@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import random_ids, tiny_model, tiny_tokenizer
 from workbench.errors import InputError, ModelUnavailableError, UnsupportedModelError, WorkbenchError
@@ -91,6 +92,27 @@ def test_so_little_memory_that_layers_go_to_disk_works_or_says_why_not(checkpoin
     assert torch.allclose(logits, forward(tiny_model("llama"), ids, new_cache(3)), atol=1e-5)
     for layer, device in enumerate(loaded.layer_devices):
         assert layer_tensors(cache, layer)[0].device == device
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_code_beside_a_tokenizer_is_never_run_and_nobody_is_asked(
+    broken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left alone, transformers asks at the terminal, and runs it after a yes."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    rewrite(
+        broken / "tokenizer_config.json",
+        tokenizer_class="EvilTokenizer",
+        auto_map={"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]},
+    )
+    (broken / "evil.py").write_text(f"open({str(broken / 'executed')!r}, 'w')\nclass EvilTokenizer: pass\n")
+    refused(broken, ModelUnavailableError, "code of its own, which is never run")
+    assert asked == [] and not (broken / "executed").exists()
 
 
 def test_a_device_map_from_a_file(checkpoint: Path, tmp_path: Path) -> None:
@@ -235,6 +257,36 @@ def test_cut_weights_are_refused(broken: Path, share: float) -> None:
     refused(broken, InputError, "cut off")
 
 
+def test_weights_that_are_not_whole_are_refused_by_the_tensor(broken: Path) -> None:
+    """Left alone, transformers fills what is missing with random numbers."""
+    path, name = broken / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
+    tensors = load_file(path)
+    key = tensors.pop(name)
+    save_file(tensors, path, metadata={"format": "pt"})
+    refused(broken, InputError, "lacks 1 of its tensors", name)
+    key[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    save_file({**tensors, name: key}, path, metadata={"format": "pt"})
+    refused(broken, InputError, name, "3 values that are not finite")
+    save_file({**tensors, name: key[:3, :3].clone()}, path, metadata={"format": "pt"})
+    refused(broken, ModelUnavailableError, "do not have the shapes that its config says")
+    for metadata, error, words in (
+        ({"format": "pt"}, InputError, "tensors"),
+        ({"format": 7}, ModelUnavailableError, ""),
+    ):
+        header = json.dumps({"__metadata__": metadata}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        refused(broken, error, words)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "added_tokens.json"]
+)
+def test_files_too_large_to_be_what_they_are_called_are_not_read(broken: Path, name: str) -> None:
+    with (broken / name).open("wb") as file:
+        file.truncate(10 * 2**30)
+    refused(broken, InputError, name, "larger than")
+
+
 def test_a_pipe_in_place_of_weights_does_not_hang(broken: Path) -> None:
     (broken / "model.safetensors").unlink()
     os.mkfifo(broken / "model.safetensors")
@@ -250,6 +302,10 @@ def test_configs_that_cannot_be_used(broken: Path) -> None:
     refused(broken, UnsupportedModelError, "'evilnet'")
     write(config | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}})
     refused(broken, UnsupportedModelError, "dynamic")
+    write(config | {"num_hidden_layers": 10**10})
+    refused(broken, UnsupportedModelError, "10,000,000,000 layers")
+    write(config | {"model_type": "mistral3", "text_config": {"num_hidden_layers": 10**10}})
+    refused(broken, UnsupportedModelError, "10,000,000,000 layers")
     write(config | {"model_type": "mistral", "sliding_window": 8})
     refused(broken, UnsupportedModelError, "sliding")
     write([])
@@ -307,6 +363,11 @@ def test_a_gguf_head_that_holds_what_it_declares_passes(tmp_path: Path) -> None:
     sources.check_gguf(path)
 
 
+def test_stop_ids_that_are_no_numbers_are_passed_over(broken: Path) -> None:
+    rewrite(broken / "generation_config.json", eos_token_id=["x", None, {}, 5])
+    assert 5 in load(str(broken), dtype="float32", device_map="cpu").stop_ids
+
+
 def test_wrap_refuses_what_cannot_be_mapped() -> None:
     with pytest.raises(UnsupportedModelError, match="sliding"):
         wrap(tiny_model("mistral", sliding_window=8), tiny_tokenizer(), "mistral")
@@ -327,6 +388,13 @@ def test_a_revision_becomes_a_commit_once_and_is_used_for_everything(
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
+    raw = json.loads((checkpoint / "config.json").read_text())
+
+    def config_dict(path: str, *, revision: str, **_: Any) -> Any:
+        used.append((path, revision))
+        return raw, {}
+
+    monkeypatch.setattr(loading, "PreTrainedConfig", SimpleNamespace(get_config_dict=config_dict))
     for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
         real = getattr(loading, name)
 
@@ -338,4 +406,7 @@ def test_a_revision_becomes_a_commit_once_and_is_used_for_everything(
     loaded = load("owner/model@v1", dtype="float32", device_map="cpu")
     assert loaded.identity.revision == commit
     assert len(asked) == 1 and "v1" in asked[0]
-    assert used == [("owner/model", commit)] * 3
+    assert used == [("owner/model", commit)] * 4
+    raw.update(model_type="evilnet", auto_map={"AutoConfig": "evil.Config"})
+    refused("owner/model", UnsupportedModelError, "code of its own")
+    assert len(used) == 5  # nothing else was read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ def test_heads_tab(server: Any, tiny: Any, open_page: Any) -> None:
     page.wait_for_selector(".kv-grid .kv-marked")
     measure(page, "#kv-heads-repair")
     page.wait_for_function("document.querySelector('#kv-heads-marks').innerText.includes('they win back')")
+    assert not page.locator("#kv-heads-native").is_visible()
 
     pick_option(page, "Metric", "Attention output, mean cosine")
     page.wait_for_function("document.querySelectorAll('#kv-heads-grid .kv-grid button').length === 20")
@@ -93,3 +95,79 @@ def test_marks_are_kept_beside_the_mapper(server: Any, tiny: Any) -> None:
     again, _ = marks_of(server.engine, None, "up", label)  # another visitor of the same private page
     assert again.heads == ((0, 1), (1, 0)) and again.toggled([(1, 0)]).heads == ((0, 1),)
     assert load_marks(folder, "another mapper").heads == ()
+
+
+def test_wholly_marked_lowest_layers_are_run_natively_and_mapped_again(server: Any, tiny: Any) -> None:
+    from tests.conftest import random_ids
+    from workbench.chat.handoff import hand_over
+    from workbench.kv.cache import new_cache
+    from workbench.kv.forward import forward
+    from workbench.lab.marks import Marks, load_marks, save_marks
+    from workbench.ui.head_work import mappers, marks_of, run_natively
+
+    folder = server.home / "mappers" / "tiny" / "up-native"
+    plain = artefact.save(folder, *tiny.mapper("up"))
+    save_marks(folder, Marks(plain.tensors_sha256, ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))))
+    label = next(name for name, path in mappers(server.engine, None, "up").items() if path == folder)
+    label = run_natively(server.engine, None, "up", label, 2)
+    mapper, manifest = artefact.load(folder)
+    assert mapper.native_layers == 2 and load_marks(folder, manifest.tensors_sha256).heads[0] == (0, 0)
+    assert "lowest 2 layers native" in label and marks_of(server.engine, None, "up", label)[0].heads[-1] == (
+        2,
+        0,
+    )
+    source, target = tiny.model("small"), tiny.model("large")
+    ids, cache = random_ids(60), new_cache(source.spec.layers)
+    forward(source.model, ids, cache, keep=0)
+    _, account = hand_over(ids, cache, target, new_cache(5), mapper.to(target.dtype), source)
+    assert account.native_layers == 2
+    run_natively(server.engine, None, "up", label, 0)
+    assert artefact.read_manifest(folder).tensors_sha256 == plain.tensors_sha256
+
+
+def test_a_shipped_mapper_is_copied_before_it_is_changed(
+    server: Any, tiny: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    from workbench.errors import InputError
+    from workbench.lab.marks import Marks
+    from workbench.models import catalog
+    from workbench.ui import head_work
+
+    shipped, own = tmp_path / "tiny" / "up", server.home / "mappers" / "tiny" / "up"
+    artefact.save(shipped, *tiny.mapper("up"))
+    monkeypatch.setattr(catalog, "PRECOMPUTED", tmp_path)
+    monkeypatch.setattr(head_work, "marks_of", lambda *names: (Marks("m", ((0, 0), (0, 1))), shipped))
+    assert head_work.run_natively(server.engine, None, "up", head_work.IN_USE, 1) == head_work.IN_USE
+    assert (head_work.native_now(shipped), head_work.native_now(own)) == (0, 1)
+    with pytest.raises(InputError, match="of your own"):
+        head_work.run_natively(server.engine, None, "up", head_work.IN_USE, 1)
+    shutil.rmtree(own)
+
+
+@pytest.mark.parametrize(
+    ("heads", "native", "text"),
+    [
+        ((), 0, None),
+        (((1, 0), (1, 1)), 0, None),
+        (((0, 0), (0, 1), (2, 0)), 0, "Run the lowest layer natively"),
+        (((0, 0), (0, 1)), 1, "Map all layers again"),
+        ((), 1, "Map all layers again"),
+        (((0, 0), (0, 1), (1, 0), (1, 1)), 1, "Run the lowest 2 layers natively"),
+    ],
+)
+def test_the_button_offers_what_is_marked(
+    server: Any, heads: Any, native: int, text: str | None, tmp_path: Any
+) -> None:
+    import gradio as gr
+
+    from workbench.lab.marks import Marks
+    from workbench.ui.heads import HeadsTab
+
+    (tmp_path / "manifest.json").write_text(json.dumps({"native_layers": native} if native else {}))
+    tab = HeadsTab(server.engine)
+    with gr.Blocks():
+        tab.build(gr.State(None))
+    shown = tab.marking.show(Marks("m", heads), tmp_path, 2)
+    button = shown[tab.marking.native]
+    assert button["visible"] == (text is not None) and (text is None or button["value"] == text)
+    assert ("runs the lowest" in shown[tab.marks]) == bool(native)

@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 import pytest
 
-from workbench.ui import session
+from workbench.ui import jobs, session
 from workbench.ui.chat import ChatTab
 from workbench.ui.engine import Engine
 from workbench.ui.session import Visits
@@ -107,6 +107,95 @@ def test_opening_pages_drives_nobodys_chat_away() -> None:
     for number in range(20):
         visits.open(f"flood-{number}")
     assert visits.get(chatting) is not None and len(visits) == 3
+
+
+def test_who_asks_and_never_comes_back_keeps_no_caches(tiny: Any) -> None:
+    """The first step of a message without its second: the limit for all caches holds all the same."""
+    tab = made(tiny, max_cache_mb=0)
+    key, _ = say(tab, None, "hello")
+    tab.ask_send(key, "again")
+    assert tab.engine.visits.get(key).chat.cache_bytes > 0
+    say(tab, None, "hello")
+    assert tab.engine.visits.get(key).chat.cache_bytes == 0
+    shown = list(run(tab, key))  # and back after all
+    assert "freed this chat" in shown[-1][tab.status] and len(shown[-1][tab.log]["items"]) == 4
+
+
+def test_closed_tabs_are_freed_within_a_minute() -> None:
+    assert session.GRACE_SECONDS + jobs.ABANDONED_SECONDS < 60
+
+
+@pytest.mark.parametrize("how", ["stop", "time"])
+def test_a_long_pass_ends_before_its_next_layer(tiny: Any, how: str) -> None:
+    """A prefill of thousands of tokens is one pass of many seconds; nobody waits for its end."""
+    tab = made(tiny, max_job_seconds=60)
+    key, _ = say(tab, None, "hello there")
+    tab.ask_switch(key, "Switch to the large model →", False)
+    list(run(tab, key))
+    visit, layers = tab.engine.visits.get(key), tiny.model("large").model.base_model.layers
+    passed: list[int] = []
+
+    def slow(number: int) -> Any:
+        def body(*_: Any) -> None:
+            passed.append(number)
+            if how == "stop" and number == 1:
+                visit.stop_all()
+            elif number == 1:
+                visit.running.stop.limit(0.0)
+                time.sleep(0.01)
+
+        return body
+
+    hooks = [layer.register_forward_hook(slow(number)) for number, layer in enumerate(layers)]
+    try:
+        tab._asker("measure")(key)
+        shown = list(run(tab, key))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert passed == [0, 1] and len(layers) == 5
+    assert ("Stopped." if how == "stop" else "one job may take") in shown[-1][tab.status]
+    assert visit.chat.accounts[-1].prefill_ms is None
+    assert not any(layer._forward_pre_hooks for layer in layers)
+    _, shown = say(tab, key, "go on")
+    assert len(shown[-1][tab.log]["items"]) == 5  # four messages and the switch
+
+
+def test_a_stop_reaches_only_its_own_thread(tiny: Any) -> None:
+    from workbench.errors import Cancelled
+    from workbench.kv.cache import new_cache
+    from workbench.kv.forward import forward
+
+    model = tiny.model("small")
+    ended: list[str] = []
+
+    def other() -> None:
+        forward(model.model, [1, 2, 3], new_cache(model.spec.layers))
+        ended.append("other")
+
+    with tiny.stopping_between_layers(lambda: True):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(30)
+        with pytest.raises(Cancelled):
+            forward(model.model, [1, 2, 3], new_cache(model.spec.layers))
+    assert ended == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
+            "4096 bytes",
+        ),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), "2.00 GiB"),
+        (MemoryError(), "not enough memory for this;"),
+    ],
+)
+def test_too_little_memory_is_said_with_sizes(tiny: Any, error: Exception, words: str) -> None:
+    told = Engine(Settings(), tiny).sentence(error)
+    assert "not enough memory" in told and words in told and "Allocator" not in told
 
 
 def test_one_tab_with_two_visits_frees_both(monkeypatch: pytest.MonkeyPatch) -> None:

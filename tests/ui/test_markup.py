@@ -22,6 +22,7 @@ def account(**changes: object) -> SimpleNamespace:
         "native": 20,
         "mapped_ahead": 0,
         "reread": 6,
+        "native_layers": 2,
         "ahead_ms": 0.0,
         "anchors": 4,
         "hold_back": 16,

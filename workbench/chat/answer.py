@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from workbench.chat.account import Account
 from workbench.chat.decode import HALF, Sampling, TextStream, decode
-from workbench.chat.handoff import PREFILL_CHUNK, Account
+from workbench.chat.handoff import PREFILL_CHUNK
 from workbench.chat.held import Held
 from workbench.errors import Cancelled
 from workbench.kv.cache import length

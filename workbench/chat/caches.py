@@ -17,12 +17,12 @@ import torch
 
 from workbench.approval import Policy
 from workbench.chat import handoff
+from workbench.chat.account import Account
 from workbench.chat.answer import ShouldStop
-from workbench.chat.handoff import Account
 from workbench.chat.held import Held, common_prefix
 from workbench.chat.policy import PREFILL, judge
 from workbench.chat.shared import begin
-from workbench.errors import Cancelled, WorkbenchError
+from workbench.errors import Cancelled, WorkbenchError, out_of_memory
 from workbench.kv.cache import length
 from workbench.kv.mapper import KVMapper
 from workbench.models.catalog import direction_to, other_side
@@ -114,13 +114,15 @@ class Caches:
         if how == "mapped":
             try:
                 return self._map(ids, source, to, choice, should_stop)
-            except (Cancelled, torch.OutOfMemoryError, MemoryError):
+            except Cancelled:
                 raise
             except WorkbenchError as error:
                 reason = str(error)
             except (
                 Exception
             ) as error:  # whatever a mapper does wrong, the conversation goes on, visibly without
+                if out_of_memory(error) is not None:
+                    raise
                 reason = f"Mapping failed ({type(error).__name__}: {str(error)[:200]})."
         with self.host.holding_lane(should_stop):
             held.fit(ids)

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from workbench.chat.account import Account
 from workbench.chat.answer import Message
 from workbench.chat.conversation import Conversation
-from workbench.chat.handoff import Account
 
 ShouldStop = Callable[[], bool] | None
 

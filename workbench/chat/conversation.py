@@ -21,16 +21,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
 from workbench.approval import Policy
-from workbench.chat import handoff
+from workbench.chat.account import Account, estimate_prefill, measure_prefill
 from workbench.chat.answer import Job, Message, ShouldStop, stream
 from workbench.chat.caches import Caches, Choice
 from workbench.chat.decode import Sampling
-from workbench.chat.handoff import Account
 from workbench.chat.template import clean, render
-from workbench.errors import InputError, WorkbenchError
+from workbench.errors import InputError, WorkbenchError, out_of_memory
 from workbench.models.catalog import SIDES, other_side
 from workbench.models.loading import LoadedModel
 from workbench.models.pair import PairHost
@@ -221,7 +218,7 @@ class Conversation:
             target = self.host.model(to)
             with self._out_of_memory(target):
                 account = self.caches.take_over(self._ids, self.side, to, how, self._choice(), should_stop)
-            account = handoff.estimate_prefill(account, self.prefill_times.get(to, ()))
+            account = estimate_prefill(account, self.prefill_times.get(to, ()))
             self.side = to
             self.accounts.append(account)
             self._new_account, self._switch_ids = account, list(self._ids)
@@ -235,7 +232,7 @@ class Conversation:
             old, model = self.accounts[-1], self.host.model(self.side)
             if old.how == "mapped":
                 with self.host.holding_lane(), self._out_of_memory(model):
-                    new = handoff.measure_prefill(old, self._switch_ids, model)
+                    new = measure_prefill(old, self._switch_ids, model)
             else:  # it was one
                 new = replace(old, prefill_ms=old.ms["total"], prefill_source="measured")
             self.accounts[-1] = new
@@ -329,9 +326,11 @@ class Conversation:
         """Turns a failed allocation into one sentence."""
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except Exception as error:
+            if (asked := out_of_memory(error)) is None:
+                raise
             per_token = 2 * model.spec.layers * model.spec.kv_width * model.dtype.itemsize
             raise WorkbenchError(
-                f"The memory is not enough: {model.name} needs {per_token:,} bytes a token for its cache.",
+                f"The memory is not enough{asked}: {model.name} needs {per_token:,} bytes a token for its cache.",
                 "Shorten the conversation or close other chats.",
             ) from error

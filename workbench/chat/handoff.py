@@ -11,6 +11,8 @@ end, and whatever the source has not computed itself, run natively over the mapp
 A mapper may also know which token ids were *rare* in its calibration text (`KVMapper.familiar`): such tokens carry what a
 later question asks for, and a linear map loses them first, so they are re-read, over everything that stands before them.
 All of these run in one pass where they can: a pass over a few tokens costs what reading the weights costs.
+A mapper may leave the lowest layers to the target (`KVMapper.native_layers`): it runs them over the middle before the
+layers above are mapped, so what those layers hold is exact.
 
 The target's cache is allocated once, with place for the context and some answer, and written into; mapping goes block by
 block, so that besides the two caches only one block's features are in memory. `map_ahead` does the same mapping before
@@ -23,21 +25,21 @@ an account of its own, with `how` "prefill" when it was asked for and "fallback"
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from time import perf_counter
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from workbench.chat.account import Account, Clock
 from workbench.chat.policy import decide as decide  # the router's question before a switch, beside the switch
 from workbench.errors import Cancelled
 from workbench.kv.cache import grows_in_place, length, new_cache, reserve, truncate
-from workbench.kv.forward import forward, forward_at, takes_masks
+from workbench.kv.forward import forward, forward_at, forward_lowest, has_layers, takes_masks
 from workbench.kv.mapper import KVMapper, MapTimes
 from workbench.kv.rope import Rotary
 from workbench.models.loading import LoadedModel
+from workbench.words import lowest
 
 ShouldStop = Callable[[], bool] | None
 PREFILL_CHUNK = 512  # tokens between two looks at the stop flag during a prefill in the chat
@@ -51,57 +53,6 @@ SPARE_SHARE, LEAST_SPARE = (
 )  # place for an answer in a new cache: a sixteenth of the context, at least this
 GATE_TOLERANCE = 1e-3  # largest difference of a log-probability that the gate accepts in float32
 HALF_PRECISION_KL = 0.02  # nats between the two next-token distributions that it accepts in half precision
-
-
-@dataclass(frozen=True)
-class Account:
-    """What one switch did. `reused + mapped + native == tokens`.
-
-    Attributes:
-        source: name of the model that the context came from.
-        target: name of the model that answers from now on.
-        how: "mapped", "prefill" (true prefill, asked for) or "fallback" (true prefill, not asked for; see `reason`).
-        tokens: length of the context.
-        reused: tokens that the target still held.
-        mapped: tokens that came through the mapper.
-        native: tokens that the target ran itself, anchors, re-read ones and hold-back among them.
-        anchors: first tokens run natively in this handoff.
-        hold_back: last tokens run natively in this handoff.
-        ms: milliseconds of each part: "cache" (allocating), "anchors", "map_strip", "map_product", "map_rotate",
-            "hold_back", "ends" (anchors, re-read and held-back tokens in one pass), "prefill", "total".
-        reread: rare tokens among the mapped ones that were run natively instead.
-        mapped_ahead: of the reused tokens, those that were mapped (anchors: run) before the switch, turn by turn.
-        ahead_ms: milliseconds that this took, then; not in "total", but subtracted from what was saved.
-        prefill_ms: milliseconds of the true prefill that was avoided, None when unknown.
-        prefill_source: "measured" or "estimated" for `prefill_ms`, "" when unknown.
-        reason: why it fell back, "" otherwise.
-    """
-
-    source: str
-    target: str
-    how: str
-    tokens: int
-    reused: int
-    mapped: int
-    native: int
-    anchors: int
-    hold_back: int
-    ms: dict[str, float] = field(default_factory=dict)
-    prefill_ms: float | None = None
-    prefill_source: str = ""
-    reason: str = ""
-    mapped_ahead: int = 0
-    ahead_ms: float = 0.0
-    reread: int = 0
-
-    @property
-    def saved_ms(self) -> float | None:
-        """Milliseconds that mapping saved against a true prefill, None when the prefill is unknown."""
-        return None if self.prefill_ms is None else self.prefill_ms - self.ms["total"] - self.ahead_ms
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types, `saved_ms` included."""
-        return asdict(self) | {"saved_ms": self.saved_ms}
 
 
 def hand_over(
@@ -135,7 +86,7 @@ def hand_over(
         ValueError: when there is no token, or a cache is longer than the context.
         Cancelled: when asked to stop; the target's cache is then as it was before.
     """
-    clock = _Clock()
+    clock = Clock()
     n, before, available = len(ids), length(target_cache), length(source_cache)
     if n == 0 or before > n or available > n:
         raise ValueError(f"context of {n} tokens, but the caches hold {available} and {before}")
@@ -148,16 +99,20 @@ def hand_over(
     first, last = range(reused, anchor_stop), range(map_stop, n)
     scattered = _takes_places(target, target_cache)
     reread = mapper.rare(ids, anchor_stop, map_stop) if scattered else []
+    bottom = _lowest(mapper, target, target_cache) if anchor_stop < map_stop else 0
     together = scattered and anchor_stop < map_stop and bool(first or reread) and len(last) <= PREFILL_CHUNK
     ms: dict[str, float] = {}
     try:
         if together:
             _heed(should_stop)
-            _append_slots(target_cache, len(first), mapper)
+            _append_slots(target_cache, len(first), mapper, bottom)
             ms["cache"] = clock.lap()
         elif anchor_stop > reused:
             forward(target.model, ids[reused:anchor_stop], target_cache, keep=0, should_stop=should_stop)
             ms["anchors"] = clock.lap()
+        if bottom:
+            run_lowest(ids[:map_stop], target, target_cache, mapper, should_stop)
+            ms["bottom"] = clock.lap()
         times = map_blocks(
             mapper,
             source_cache,
@@ -167,6 +122,7 @@ def hand_over(
             source.rotary,
             target.rotary,
             should_stop,
+            bottom,
         )
         clock.lap()
         ms |= {"map_strip": times.strip_ms, "map_product": times.product_ms, "map_rotate": times.rotate_ms}
@@ -188,7 +144,8 @@ def hand_over(
     mapped = map_stop - anchor_stop - len(reread)
     return logits, Account(
         source.name, target.name, "mapped", n, reused, mapped, n - reused - mapped,
-        anchor_stop - reused, n - map_stop, ms, reread=len(reread),
+        anchor_stop - reused, n - map_stop, ms, reread=len(reread), native_layers=bottom,
+        reason=_why_mapped(mapper, bottom) if anchor_stop < map_stop else "",
     )  # fmt: skip
 
 
@@ -209,6 +166,7 @@ def map_blocks(
     rotary_src: Rotary,
     rotary_tgt: Rotary,
     should_stop: ShouldStop = None,
+    first_layer: int = 0,
 ) -> MapTimes:
     """`KVMapper.map_into`, block by block: the same cache, with the features of one block in memory at a time.
 
@@ -218,7 +176,9 @@ def map_blocks(
     times = MapTimes()
     for first in range(start, stop, block):
         last = min(first + block, stop)
-        part = mapper.map_into(source_cache, target_cache, first, last, rotary_src, rotary_tgt, should_stop)
+        part = mapper.map_into(
+            source_cache, target_cache, first, last, rotary_src, rotary_tgt, should_stop, first_layer
+        )
         times.strip_ms += part.strip_ms
         times.product_ms += part.product_ms
         times.rotate_ms += part.rotate_ms
@@ -271,7 +231,10 @@ def map_ahead(
     try:
         if start > before:
             forward(target.model, ids[before:start], target_cache, keep=0, should_stop=should_stop)
-        map_blocks(mapper, source_cache, target_cache, start, stop, source.rotary, target.rotary, should_stop)
+        bottom = run_lowest(ids[:stop], target, target_cache, mapper, should_stop)
+        map_blocks(
+            mapper, source_cache, target_cache, start, stop, source.rotary, target.rotary, should_stop, bottom
+        )
         read_again(ids, start, stop, target, target_cache, mapper, should_stop)
     except BaseException:
         truncate(target_cache, before)
@@ -300,16 +263,52 @@ def _takes_places(target: LoadedModel, cache: Cache) -> bool:
     return takes_masks(target.model) and all(grows_in_place(cache, t) for t in range(target.spec.layers))
 
 
+def run_lowest(
+    ids: Sequence[int],
+    target: LoadedModel,
+    cache: Cache,
+    mapper: KVMapper,
+    should_stop: ShouldStop = None,
+) -> int:
+    """Run the layers that the mapper leaves to the target over what they lack of `ids`, of which they hold a beginning.
+
+    Returns:
+        How many of the lowest layers now hold `ids`: 0 where model or cache do not allow it, so that all are mapped.
+    """
+    layers = _lowest(mapper, target, cache)
+    if layers:
+        held = int(cache.layers[0].get_seq_length())
+        forward_lowest(target.model, ids[held:], cache, layers, PREFILL_CHUNK, should_stop)
+    return layers
+
+
+def _lowest(mapper: KVMapper, target: LoadedModel, cache: Cache) -> int:
+    """How many of the lowest layers run natively: as the mapper says, or none where model or cache do not allow it."""
+    layers = target.spec.layers
+    able = has_layers(target.model, layers) and all(grows_in_place(cache, t) for t in range(layers))
+    return mapper.native_layers if able else 0
+
+
+def _why_mapped(mapper: KVMapper, bottom: int) -> str:
+    """A sentence where layers were mapped that the mapper leaves to the target, else ""."""
+    if bottom == mapper.native_layers:
+        return ""
+    return (
+        f"All layers were mapped, {lowest(mapper.native_layers)} too, since this model or this kind of cache cannot run a "
+        "part of them alone."
+    )
+
+
 def _heed(should_stop: ShouldStop) -> None:
     """Raises `Cancelled` when asked to stop."""
     if should_stop is not None and should_stop():
         raise Cancelled("Stopped.")
 
 
-def _append_slots(cache: Cache, count: int, mapper: KVMapper) -> None:
+def _append_slots(cache: Cache, count: int, mapper: KVMapper, first_layer: int) -> None:
     """Slots for tokens whose content comes later, zeros until then; allocates what the whole context needs."""
     heads, dim = mapper.target.kv_heads, mapper.target.head_dim
-    for t, layer in enumerate(cache.layers):
+    for t, layer in enumerate(cache.layers[first_layer:], first_layer):
         weight = mapper.key_weight[t]
         for slots in layer.append_slots(count, heads, dim, weight.dtype, weight.device):
             slots.zero_()  # later passes mask what has no content yet, and a masked NaN would still spread
@@ -338,7 +337,7 @@ def prefill(
     Returns:
         The logits (1, vocab) after the last token, and the account.
     """
-    clock = _Clock()
+    clock = Clock()
     n = len(ids)
     reused = min(length(target_cache), n - 1)
     truncate(target_cache, reused)
@@ -353,44 +352,6 @@ def prefill(
         source_name, target.name, "fallback" if reason else "prefill", n, reused, 0, n - reused, 0, 0,
         {"prefill": total, "total": total}, reason=reason,
     )  # fmt: skip
-
-
-def measure_prefill(
-    account: Account, ids: Sequence[int], target: LoadedModel, reused: int | None = None
-) -> Account:
-    """The account with the true prefill that it avoided, measured now on a scratch cache.
-
-    What the target still held would not have been prefilled either, so only the new tokens are timed, over a cache of
-    the reused ones.
-    """
-    reused = account.reused - account.mapped_ahead if reused is None else reused
-    scratch = new_cache(target.spec.layers, len(ids))
-    if reused:
-        forward(target.model, ids[:reused], scratch, keep=0)
-    clock = _Clock()
-    forward(target.model, ids[reused : account.tokens], scratch)
-    return replace(account, prefill_ms=clock.total(), prefill_source="measured")
-
-
-def estimate_prefill(account: Account, points: Sequence[tuple[int, float]]) -> Account:
-    """The account with an estimate, labelled as one, of the true prefill that it avoided.
-
-    Args:
-        account: of a switch.
-        points: (tokens, milliseconds) of true prefills by this target on this machine; lines between them, from 0 tokens
-            in 0 ms on, and beyond the longest one as it went on before.
-    """
-    if account.how != "mapped" or account.prefill_source == "measured" or not points:
-        return account
-    known = sorted({0: 0.0, **dict(points)}.items())
-
-    def at(tokens: int) -> float:
-        index = next((i for i, (n, _) in enumerate(known[1:], 1) if n >= tokens), len(known) - 1)
-        (low, before), (high, after) = known[index - 1], known[index]
-        return before + (tokens - low) * (after - before) / (high - low)
-
-    spared = at(account.tokens) - at(account.reused - account.mapped_ahead)
-    return replace(account, prefill_ms=max(spared, 0.0), prefill_source="estimated")
 
 
 @dataclass(frozen=True)
@@ -426,18 +387,3 @@ def gate(target: LoadedModel, ids: Sequence[int], tolerance: float | None = None
     step = torch.finfo(target.dtype).eps * float(native.abs().max())
     kl = float((own_log.exp() * (own_log - mapped_log)).sum())
     return GateResult(error <= max(0.25, 4 * step) and kl <= HALF_PRECISION_KL, error, len(ids))
-
-
-class _Clock:
-    """Milliseconds since the start, and since the last lap."""
-
-    def __init__(self) -> None:
-        self._start = self._last = perf_counter()
-
-    def lap(self) -> float:
-        now = perf_counter()
-        since, self._last = (now - self._last) * 1e3, now
-        return since
-
-    def total(self) -> float:
-        return (perf_counter() - self._start) * 1e3

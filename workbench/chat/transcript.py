@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from workbench.words import lowest
+
 
 def markdown(data: Mapping[str, Any]) -> str:
     """The conversation; what was said stands in block quotes, so it cannot become headings of the file.
@@ -45,8 +47,9 @@ def account_line(account: Mapping[str, Any]) -> str:
     text = (
         f"*Switched from {inline(account['source'])} to {inline(account['target'])} "
         f"({account['how']}): of {account['tokens']:,} tokens {account['reused']:,} were held, "
-        f"{account['mapped']:,} mapped, {account['native']:,} run natively; "
-        f"{account['ms'].get('total', 0.0):,.0f} ms"
+        f"{account['mapped']:,} mapped, {account['native']:,} run natively"
+        + (f", {lowest(native)} too" if (native := account.get("native_layers")) else "")
+        + f"; {account['ms'].get('total', 0.0):,.0f} ms"
     )
     if account.get("prefill_ms") is not None:
         text += f", against {account['prefill_ms']:,.0f} ms ({account['prefill_source']}) for a true prefill"

@@ -51,6 +51,11 @@ COMMANDS: dict[str, tuple[str, bool, str]] = {
         False,
         "which head metric foretells what a mapper keeps, over saved results",
     ),
+    "variants": (
+        "workbench.commands.variants",
+        True,
+        "fit and measure many variants of a mapper: which head metric foretells what is kept",
+    ),
     "drift": ("workbench.commands.drift", True, "measure what repeated handoffs add, turn by turn"),
     "harness": (
         "workbench.commands.harness",

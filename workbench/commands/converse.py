@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import InputError
 from workbench.models.catalog import SIDES, source_side
+from workbench.words import lowest
 
 if TYPE_CHECKING:
     from workbench.chat.conversation import Conversation
@@ -174,6 +175,11 @@ def show(result: dict[str, Any]) -> str:
                 f"-- {account['source']} -> {account['target']}: {account['how']}; "
                 f"reused {account['reused']}, mapped {account['mapped']}, run natively {account['native']} "
                 f"of {account['tokens']} tokens; "
+                + (
+                    f"{lowest(account['native_layers'])} run natively over what is mapped; "
+                    if account["native_layers"]
+                    else ""
+                )
                 + (
                     f"{account['mapped_ahead']} mapped ahead in {account['ahead_ms']:.0f} ms; "
                     if account["mapped_ahead"]

@@ -12,8 +12,8 @@ from workbench.errors import InputError, WorkbenchError
 
 # The defaults of `FitOptions`, written out so that `--help` needs no imports; a test compares the two.
 DEFAULTS: dict[str, Any] = {
-    "top_k": "6", "ridge": "0.01", "selection": "ranked", "objective": "plain", "features": "own", "rank": 0,
-    "polish": 0, "reread": 0.0,
+    "top_k": "4", "ridge": "0.01", "selection": "ranked", "objective": "attention", "features": "own", "rank": 0,
+    "polish": 0, "reread": 0.15, "native_layers": 0,
 }  # fmt: skip
 
 
@@ -92,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {DEFAULTS['reread']})",
     )
     parser.add_argument(
+        "--native-layers",
+        type=int,
+        default=DEFAULTS["native_layers"],
+        metavar="M",
+        help="lowest layers of the target that a switch runs natively instead of mapping them "
+        f"(default: {DEFAULTS['native_layers']})",
+    )
+    parser.add_argument(
         "--anchors", type=int, default=4, help="first tokens left out and run natively (default: 4)"
     )
     parser.add_argument("--hold-back", type=int, default=16, help="last tokens to run natively (default: 16)")
@@ -103,6 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sums", type=Path, metavar="FILE",
         help="keep what was gathered from the text here: with --resume another --top-k, --ridge, --rank or --selection "
         "is fitted at once",
+    )  # fmt: skip
+    parser.add_argument(
+        "--back-sums", type=Path, metavar="FILE",
+        help="gather for the opposite direction too, from the same reading: there, --sums FILE --resume reads nothing",
     )  # fmt: skip
 
 
@@ -137,6 +149,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         mlp=args.mlp,
         polish=args.polish,
         reread=args.reread,
+        native_layers=args.native_layers,
     )
     out = args.out or home() / "mappers" / host.pair.name / direction
     check_writable(out)
@@ -155,7 +168,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
             mapper, manifest, report = fit(
                 source, target, texts, options, direction=direction, calibration=name, progress=progress,
                 state_file=args.sums or out.parent / f".{out.name}.fit.safetensors", resume=args.resume,
-                keep_state=args.sums is not None,
+                keep_state=args.sums is not None, back_file=args.back_sums,
             )  # fmt: skip
     except distributed.ShareDone:
         raise SystemExit(0) from None  # the first process solves, saves and reports

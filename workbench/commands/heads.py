@@ -9,6 +9,7 @@ from typing import Any
 from workbench.commands.common import table
 from workbench.commands.saving import add_save_arguments, save, saved_line, shown
 from workbench.errors import InputError
+from workbench.words import lowest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--context", type=int, default=256, help="context tokens of a patched text (default: 256)"
     )
-    group.add_argument("--following", type=int, default=32, help="tokens predicted after it (default: 32)")
+    group.add_argument("--following", type=int, default=12, help="tokens predicted after it (default: 12)")
     group.add_argument(
         "--hold-back", type=int, default=1, help="last context tokens run natively (default: 1)"
     )
@@ -44,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mark", action="store_true", help="mark the heads of --restore in the mapper, with what they win"
     )
+    group.add_argument(
+        "--native", type=Path, metavar="DIR",
+        help="save the mapper here so that a switch runs the lowest layers natively that --restore names wholly; DIR may "
+        "be the mapper's own folder",
+    )  # fmt: skip
     add_save_arguments(parser)
 
 
@@ -61,6 +67,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         hold_back=args.hold_back,
         skip=args.limit,  # the metrics come from the passages before
     )
+    if (args.mark or args.native) and not args.restore:
+        raise InputError("--mark and --native need heads.", "Name them with --restore.")
     if args.metrics and (args.patch or args.head):
         raise InputError("--metrics leaves out what --patch and --head need.", "Use it alone.")
     host, direction = host_from_args(args)
@@ -114,11 +122,22 @@ def restored(
     heads = marked.heads if args.restore == "marked" else named_heads(args.restore, target.spec.kv_heads)
     if not heads:
         raise InputError("No head is marked in this mapper.", "Name heads instead of 'marked'.")
+    native = restore.native_layers(sorted(heads), target.spec.kv_heads)
+    if args.native and not native:
+        raise InputError(
+            "The lowest layer is not wholly among these heads.",
+            "Name layers from 0 on, like --restore 0,1,2.",
+        )
+    if args.native and not (folder / artefact.MANIFEST).is_file():
+        raise InputError("This mapper is in no folder, so nothing can be saved.")
     result = finish(restore.stream(host, direction, heads, texts, options, refit), progress)
-    found = {"restored": result.to_json()}
+    found: dict[str, Any] = {"restored": result.to_json()}
+    marked = marks.Marks(mapper, result.heads, result)
     if args.mark:
-        marked = marks.Marks(mapper, result.heads, result)
         found["marked"] = str(marks.save_marks(folder, marked))
+    if args.native:
+        saved = restore.run_natively(folder, args.native, native, marked)
+        found["native"] = {"out": str(args.native), "layers": native, "mapper": saved.tensors_sha256}
     return found
 
 
@@ -248,7 +267,10 @@ def show_restored(result: dict[str, Any]) -> str:
             f"as the other mapper makes them: KL {told['refit_kl']:.4f}, {told['recovered_refit']:.1%} of it"
         )
     if told["native_layers"]:
-        lines.append(f"the lowest {told['native_layers']} layers are among them: they can be run natively")
+        lines.append(f"Among them: {lowest(told['native_layers'])}, which can be run natively")
+    if "native" in result:
+        native = result["native"]
+        lines.append(f"Saved in {native['out']}: a switch runs {lowest(native['layers'])} natively")
     return "\n".join(lines + ([f"Marked in {result['marked']}"] if "marked" in result else []))
 
 

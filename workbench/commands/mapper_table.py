@@ -76,13 +76,13 @@ def show_mappers(result: dict[str, Any]) -> str:
             for name in ("native", "source", "no_context")
         ),
         table(
-            ["mapper", "KL", "top-1", "gap recovered", "% of prefill", "% re-read", "ms", "MB", "anchors", "hold-back",
-             "form"],
+            ["mapper", "KL", "top-1", "gap recovered", "% of prefill", "% re-read", "% native layers", "ms", "MB",
+             "anchors", "hold-back", "form"],
             [
                 [
                     name, f"{shown(entry['kl'])} [{shown(entry['ci']['kl'][0])}, {shown(entry['ci']['kl'][1])}]",
                     shown(entry["top1"]), shown(entry["gap_recovered"]), shown(100 * entry["map_flops_share"], 1),
-                    shown(100 * entry["reread_share"], 1),
+                    shown(100 * entry["reread_share"], 1), shown(100 * entry["native_share"], 1),
                     shown(entry["map_ms"], 0), shown(entry["artefact_mb"], 1), entry["anchors"], entry["hold_back"],
                     entry["form"],
                 ]

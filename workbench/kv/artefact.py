@@ -4,6 +4,9 @@ A mapper is right for exactly one source, one target, one tokenizer and one dire
 what is loaded, field by field, and a mismatch is refused by name, also when all shapes agree. Files come from strangers:
 names, shapes and sizes are checked against the manifest before anything is allocated, sums before anything is used.
 
+The sum of the tensors is what results, marks and approvals know a mapper by. Native layers change what a mapper does and
+none of its tensors, so their number stands in the tensors' file as well, and thereby in the sum.
+
 Saving never leaves a half: both files are written and synced in a temporary folder beside the target, which then takes
 the target's name. If a kill falls between the two renames, the next `load` or `save` puts the old folder back.
 """
@@ -30,11 +33,12 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from workbench.errors import ArtefactError
-from workbench.kv.manifest import Manifest, ModelIdentity
+from workbench.kv.manifest import FORMAT, NATIVE_FORMAT, Manifest, ModelIdentity
 from workbench.kv.mapper import KVMapper, expected_shapes
 
 TENSORS, MANIFEST = "mapper.safetensors", "manifest.json"
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+NATIVE = "native_layers"
 MANIFEST_LIMIT, HEADER_LIMIT = 4_000_000, 16_000_000
 
 
@@ -66,7 +70,8 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
     if largest < torch.finfo(dtype).max / 2:
         # Biases stay float32: with large key biases half precision would move every key by the same visible amount.
         tensors = {name: tensor.to(dtype) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
-    blob = save_tensors(tensors)
+    native = mapper.native_layers
+    blob = save_tensors(tensors, {NATIVE: str(native)} if native else None)
     manifest = replace(
         manifest,
         tensors_sha256=hashlib.sha256(blob).hexdigest(),
@@ -74,6 +79,8 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
         ranks=tuple(matrix.shape[1] for matrix in mapper.reduce),
         hidden=mapper.hidden,
         familiar=mapper.familiar,
+        native_layers=native,
+        format=NATIVE_FORMAT if native else min(manifest.format, FORMAT),
     )
     folder = Path(folder)
     try:
@@ -116,10 +123,14 @@ def _manifest_of(folder: Path) -> Manifest:
     if path.stat().st_size > MANIFEST_LIMIT:
         raise ArtefactError(f"The {MANIFEST} of {folder.name!r} is larger than {MANIFEST_LIMIT} bytes.")
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = json.loads(path.read_text("utf-8"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a number of absurd length
         raise ArtefactError(f"The {MANIFEST} of {folder.name!r} is not readable JSON.") from error
     return Manifest.from_json(data)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")  # Python's reader would take NaN and Infinity
 
 
 def load(
@@ -149,7 +160,7 @@ def load(
         path = folder / TENSORS
         _check_plain_file(path)
         names = _expected_shapes(manifest)
-        _check_header(path, {_stored(name): shape for name, shape in names.items()})
+        _check_header(path, {_stored(name): shape for name, shape in names.items()}, manifest.native_layers)
         blob = path.read_bytes()
     if hashlib.sha256(blob).hexdigest() != manifest.tensors_sha256:
         raise ArtefactError(
@@ -174,9 +185,29 @@ def load(
         manifest.source.spec, manifest.target.spec, manifest.key_layers, manifest.value_layers,
         column("key_weight"), column("key_bias"), column("value_weight"), column("value_bias"),
         manifest.anchors, manifest.hold_back, manifest.features, column("reduce"), column("mlp"),
-        manifest.familiar,
+        manifest.familiar, manifest.native_layers,
     )  # fmt: skip
     return mapper, manifest
+
+
+def save_with_native_layers(folder: Path, out: Path, layers: int) -> Manifest:
+    """Save a mapper again so that the lowest layers run natively; with 0 layers all are mapped again.
+
+    Args:
+        folder: of the mapper.
+        out: where; may be the same.
+        layers: how many.
+
+    Returns:
+        The manifest as it was written; the mapper has another sum now.
+
+    Raises:
+        ArtefactError: the mapper cannot be read or written, or its target does not have so many layers.
+    """
+    mapper, manifest = load(folder)
+    if not 0 <= layers <= mapper.target.layers:
+        raise ArtefactError(f"The target has {mapper.target.layers} layers, so {layers} cannot run natively.")
+    return save(out, replace(mapper, native_layers=layers), manifest, mapper.key_weight[0].dtype)
 
 
 def verify(
@@ -245,8 +276,8 @@ def _check_plain_file(path: Path) -> None:
         raise ArtefactError(f"{path.name} in {path.parent.name!r} is not a plain file.")
 
 
-def _check_header(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Compare names, dtypes, shapes and the file's size with the manifest before anything is allocated.
+def _check_header(path: Path, shapes: dict[str, tuple[int, ...]], native_layers: int) -> None:
+    """Compare names, dtypes, shapes, native layers and the file's size with the manifest before anything is allocated.
 
     Raises:
         ArtefactError: naming what differs.
@@ -266,7 +297,11 @@ def _check_header(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
             raise ArtefactError(f"{path.name} is no safetensors file: its header is not JSON.") from error
     if not isinstance(header, dict):
         raise ArtefactError(f"{path.name} is no safetensors file: its header is not an object.")
-    header.pop("__metadata__", None)
+    told = header.pop("__metadata__", None) or {}
+    if not isinstance(told, dict) or told.get(NATIVE, "0") != str(native_layers):
+        raise ArtefactError(
+            f"{path.name} was not saved with {native_layers} native layers, as the manifest says."
+        )
     for name in sorted(set(header) ^ set(shapes)):
         raise ArtefactError(
             f"{path.name} has {'no' if name in shapes else 'an unknown'} tensor {name[:80]!r}."

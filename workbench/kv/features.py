@@ -28,11 +28,13 @@ class Features:
     faster, and in half precision the error doubles, since every partial sum is rounded.)
     """
 
-    def __init__(self, mapper: KVMapper, cache: Cache, start: int, stop: int, rotary: Rotary) -> None:
+    def __init__(
+        self, mapper: KVMapper, cache: Cache, start: int, stop: int, rotary: Rotary, first_layer: int = 0
+    ) -> None:
         dtype, device = mapper.key_weight[0].dtype, mapper.key_weight[0].device
         self._mapper, self._width = mapper, mapper.source.kv_width
-        used = {"key": {i for row in mapper.key_layers for i in row},
-                "value": {i for row in mapper.value_layers for i in row}}  # fmt: skip
+        used = {"key": {i for row in mapper.key_layers[first_layer:] for i in row},
+                "value": {i for row in mapper.value_layers[first_layer:] for i in row}}  # fmt: skip
         if mapper.features == "both":
             used["key"] = used["value"] = used["key"] | used["value"]
         places = [(kind, layer) for kind in ("key", "value") for layer in sorted(used[kind])]

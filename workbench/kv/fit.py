@@ -11,6 +11,7 @@ switch (`workbench.kv.familiar`). What is reported comes from tokens that neithe
 from __future__ import annotations
 
 import hashlib
+import math
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from workbench.kv.attention import root
 from workbench.kv.familiar import familiar_ids
 from workbench.kv.features import hidden_coordinates
 from workbench.kv.gather import Gatherer, part_of
+from workbench.kv.manifest import FORMAT, NATIVE_FORMAT
 from workbench.kv.mapper import KVMapper
 from workbench.kv.options import FitOptions, FitReport, cut_sequences
 from workbench.kv.ridge import RidgeSolver, columns_of, head_r2
@@ -55,6 +57,7 @@ def fit(
     state_file: Path | None = None,
     resume: bool = False,
     keep_state: bool = False,
+    back_file: Path | None = None,
 ) -> tuple[KVMapper, Manifest, FitReport]:
     """Fit a mapper from `source` to `target`.
 
@@ -71,13 +74,14 @@ def fit(
         resume: go on from `state_file` where it holds sums of the same texts, models and anchors.
         keep_state: leave the complete sums in `state_file`, so that a fit with another `top_k` or `ridge` can resume
             from them without reading anything again.
+        back_file: the sums of the opposite direction go here, from the same reading: its fit can resume from them.
 
     Returns:
         The mapper (float32), its manifest (without the tensors' sum, which saving fills in) and the report.
 
     Raises:
         IncompatiblePairError: when the two cannot be paired.
-        InputError: when there is too little text.
+        InputError: when there is too little text, or more native layers than the target has.
         Cancelled: when asked to stop.
         ShareDone: in every process but the first, when several share the reading (see `distributed`).
     """
@@ -88,31 +92,38 @@ def fit(
         if should_stop and should_stop():
             raise Cancelled("The fit was stopped.")
 
+    if options.native_layers > target.spec.layers:
+        raise InputError(
+            f"{target.name} has no {options.native_layers} layers to run natively, only {target.spec.layers}."
+        )
     sequences = cut_sequences(source.tokenizer, texts, options)
-    gatherer = Gatherer(source, target, options)
-    digest = _digest(sequences, options, source, target)
-    rank, size = distributed.world()
-    if size > 1:  # a share of the sums is no good to another number of processes
-        digest = f"{digest}-{rank}-of-{size}"
-    state = FitState(distributed.own(state_file), digest) if state_file else None
-    done = state.restore(gatherer.parts) if state and resume else 0
+    gatherers = [Gatherer(source, target, options)]
+    states = [_state(state_file, sequences, options, source, target)]
+    if back_file:
+        gatherers.append(Gatherer(target, source, options))
+        states.append(_state(back_file, sequences, options, target, source))
+    gatherer, state = gatherers[0], states[0]
+    done = _restore(gatherers, states) if resume else 0
 
     clock = perf_counter()
     for index in range(done, len(sequences)):
         check()
         if not distributed.mine(index):
             continue
-        gatherer.add(sequences[index], part_of(index))
-        if state:
-            state.save_if_due(gatherer.parts, index + 1)
+        gatherer.add(sequences[index], part_of(index), *gatherers[1:])
+        for each, kept in zip(gatherers, states, strict=True):
+            if kept:
+                kept.save_if_due(each.parts, index + 1)
         tell(0.7 * (index + 1) / len(sequences), f"read {index + 1} of {len(sequences)} sequences")
     seconds = {"capture": perf_counter() - clock}
-    if state and keep_state and done < len(sequences):
-        state.save(gatherer.parts, len(sequences))
-    if not distributed.collect(gatherer.parts):
+    for each, kept, keep in zip(gatherers, states, (keep_state, True), strict=False):
+        if kept and keep and done < len(sequences):
+            kept.save(each.parts, len(sequences))
+    if not all([distributed.collect(each.parts) for each in gatherers]):
         if state and not keep_state:
             state.discard()
         raise distributed.ShareDone
+    del gatherers, states
 
     clock = perf_counter()
     solve = _solve_low_rank if options.rank else _solve_full
@@ -127,7 +138,7 @@ def fit(
         seconds["polish"] = perf_counter() - clock
 
     familiar, reread_share = familiar_ids(source.tokenizer, texts, sequences, options.reread)
-    mapper = replace(mapper, familiar=familiar)
+    mapper = replace(mapper, familiar=familiar, native_layers=options.native_layers)
     report = _report(gatherer, mapper, seconds, extra | {"reread_share": reread_share})
     text_sum = hashlib.sha256(repr(sequences).encode()).hexdigest()
     manifest = Manifest(
@@ -157,10 +168,39 @@ def fit(
         ranks=tuple(matrix.shape[1] for matrix in mapper.reduce),
         hidden=mapper.hidden,
         familiar=mapper.familiar,
+        native_layers=mapper.native_layers,
+        format=NATIVE_FORMAT if mapper.native_layers else FORMAT,
     )  # fmt: skip
     if state and not keep_state:
         state.discard()
     return mapper, manifest, report
+
+
+def _state(
+    path: Path | None,
+    sequences: list[list[int]],
+    options: FitOptions,
+    source: LoadedModel,
+    target: LoadedModel,
+) -> FitState | None:
+    digest = _digest(sequences, options, source, target)
+    rank, size = distributed.world()
+    if size > 1:  # a share of the sums is no good to another number of processes
+        digest = f"{digest}-{rank}-of-{size}"
+    return FitState(distributed.own(path), digest) if path else None
+
+
+def _restore(gatherers: list[Gatherer], states: list[FitState | None]) -> int:
+    """How many sequences all the states hold; where they hold different numbers the reading begins again."""
+    done = {
+        state.restore(gatherer.parts) if state else 0
+        for gatherer, state in zip(gatherers, states, strict=True)
+    }
+    if len(done) == 1:
+        return done.pop()
+    for gatherer in gatherers:
+        gatherer.parts = Gatherer(gatherer.source, gatherer.target, gatherer.options).parts
+    return 0
 
 
 def _digest(sequences: list[list[int]], options: FitOptions, source: LoadedModel, target: LoadedModel) -> str:
@@ -402,7 +442,7 @@ def _report(
         r2_v_by_head=r2["value"],
         peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         chosen_tokens=gatherer.rows(f"{first}_choose").count,
-        parameters=sum(matrix.numel() for matrix in mapper.matrices),
+        parameters=sum(math.prod(shape) for shape in mapper.shapes().values() if len(shape) == 2),
         flops_per_token=mapper.flops_per_token,
         **extra,
     )

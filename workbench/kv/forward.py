@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import ModuleList
 from transformers.cache_utils import Cache
 
 from workbench.errors import Cancelled
@@ -122,6 +123,50 @@ def forward_at(
                 with _plain_head(model):
                     output = model(**arguments, logits_to_keep=1)
     return None if output is None else output.logits[0].to("cpu", torch.float32, copy=True)
+
+
+def forward_lowest(
+    model: Any,
+    ids: Sequence[int],
+    cache: Cache,
+    layers: int,
+    chunk: int | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> None:
+    """Append `ids` to the lowest layers of the cache alone; their keys and values need nothing of the layers above.
+
+    Args:
+        model: as for `forward`, one for which `has_layers` holds. Nobody else may run it meanwhile.
+        ids: token ids; they stand where the lowest layers end.
+        cache: its lowest layers hold the context so far; those above are not touched, and may hold any number of tokens.
+        layers: how many of the lowest layers run.
+        chunk: as for `forward`.
+        should_stop: asked before every chunk.
+
+    Raises:
+        Cancelled: `should_stop` said so; a part of the ids may then have been appended.
+    """
+    lowest = Cache(layers=cache.layers[:layers])  # positions and masks follow from what these hold
+    with only_layers(model, slice(layers)):
+        forward(model, ids, lowest, keep=0, chunk=chunk, should_stop=should_stop)
+
+
+@contextmanager
+def only_layers(model: Any, which: slice) -> Iterator[None]:
+    """Within the block the model runs only these of its layers; nobody else may run it meanwhile."""
+    base = model.base_model
+    every = base.layers
+    try:
+        base.layers = ModuleList(list(every)[which])
+        yield
+    finally:
+        base.layers = every
+
+
+def has_layers(model: Any, layers: int) -> bool:
+    """Whether the model keeps all its layers in one list, as `only_layers` needs it."""
+    found = getattr(model.base_model, "layers", None)
+    return isinstance(found, ModuleList) and len(found) == layers
 
 
 def takes_masks(model: Any) -> bool:

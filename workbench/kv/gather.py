@@ -80,20 +80,29 @@ class Gatherer:
         assert part is None or isinstance(part, AttentionSums)
         return part
 
-    def add(self, ids: Sequence[int], part: str) -> None:
+    def add(self, ids: Sequence[int], part: str, back: Gatherer | None = None) -> None:
         """Run both models over one sequence and count in every `stride`-th token after the anchors.
 
         Args:
             ids: of the sequence.
             part: "fit", "choose" or "report".
+            back: of the opposite direction, with the same options: the same reading is counted in it as well.
         """
         rows = slice(self.options.anchors, None, self.options.stride)
-        x = dict(zip(("key", "value"), cache_rows(self.source, ids, rows), strict=True))
-        attention = self.attention if part == "fit" else None
-        y = dict(zip(("key", "value"), cache_rows(self.target, ids, rows, attention), strict=True))
-        weight = attention.token_weight[rows] if attention is not None else None
-        if self.kinds == ("both",):
-            x["both"], y["both"] = (torch.cat((side["key"], side["value"]), dim=1) for side in (x, y))
+        sides: list[dict[str, Tensor]] = []
+        weights: list[Tensor | None] = []
+        for model, gatherer in ((self.source, back), (self.target, self)):
+            attention = gatherer.attention if gatherer and part == "fit" else None
+            side = dict(zip(("key", "value"), cache_rows(model, ids, rows, attention), strict=True))
+            if self.kinds == ("both",):
+                side["both"] = torch.cat((side["key"], side["value"]), dim=1)
+            sides.append(side)
+            weights.append(attention.token_weight[rows] if attention is not None else None)
+        self._count(sides[0], sides[1], weights[1], part)
+        if back is not None:
+            back._count(sides[1], sides[0], weights[0], part)
+
+    def _count(self, x: dict[str, Tensor], y: dict[str, Tensor], weight: Tensor | None, part: str) -> None:
         for kind in self.kinds:
             if part == "fit":
                 self.moments(kind).add(x[kind], y[kind], weight)

@@ -16,7 +16,8 @@ from workbench.kv.mapper import FEATURES
 from workbench.kv.spec import KVSpec
 
 FORMAT = 3  # 1 had full matrices only, 2 no familiar ids; such manifests are still read
-READABLE = (1, 2, FORMAT)
+NATIVE_FORMAT = 4  # with native layers: a reader that knew nothing of them would map more than was meant
+READABLE = (1, 2, FORMAT, NATIVE_FORMAT)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Manifest:
 
     `features`, `ranks` and `hidden` are the mapper's form (see `KVMapper`); `selection` says how source layers were
     chosen, `polish` how many steps of gradient descent followed the closed form. `familiar` are the token ids for which
-    mapping suffices (see `KVMapper`).
+    mapping suffices, `native_layers` the number of lowest layers that are not mapped (see `KVMapper`).
     """
 
     direction: str
@@ -60,6 +61,7 @@ class Manifest:
     selection: str = "ranked"
     polish: int = 0
     familiar: tuple[int, ...] = ()
+    native_layers: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -97,7 +99,7 @@ class Manifest:
             "hold_back": int, "calibration": dict, "held_out": dict, "versions": dict, "tensors_sha256": str,
             "created": str,
         }  # fmt: skip
-        checks |= {name: kind for name, kind in (_SINCE_2 | _SINCE_3).items() if name in names}
+        checks |= {name: kind for name, kind in (_SINCE_2 | _SINCE_3 | _SINCE_4).items() if name in names}
         for name, kind in checks.items():
             if not isinstance(values[name], kind) or isinstance(values[name], bool):
                 raise ArtefactError(f"The manifest's field {name!r} has the wrong type.")
@@ -116,6 +118,9 @@ class Manifest:
                 raise ArtefactError(f"The manifest's features must be one of: {', '.join(FEATURES)}.")
         if "familiar" in values:
             values["familiar"] = _ids_from_json(values["familiar"], values["target"].spec.vocab_size)
+        layers = values["target"].spec.layers
+        if "native_layers" in values and not 1 <= values["native_layers"] <= layers:
+            raise ArtefactError(f"The manifest's native_layers must be 1 to {layers}, the target's layers.")
         for name in ("key_layers", "value_layers"):
             values[name] = _layers_from_json(name, values[name], values["source"].spec, values["target"].spec)
         if data["format"] != 1 and stated != checksum(data):
@@ -127,9 +132,8 @@ class Manifest:
 
 
 def checksum(data: dict[str, Any]) -> str:
-    """A checksum of all other fields, as they are after a way through JSON."""
-    plain = json.loads(json.dumps(data))
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    """A checksum of all other fields, as JSON writes them."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 _SINCE_2: dict[str, type | tuple[type, ...]] = {
@@ -138,11 +142,13 @@ _SINCE_2: dict[str, type | tuple[type, ...]] = {
 """Fields that format 1 did not have, with their types."""
 _SINCE_3: dict[str, type | tuple[type, ...]] = {"familiar": (list, tuple)}
 """Fields that formats 1 and 2 did not have, with their types."""
+_SINCE_4: dict[str, type | tuple[type, ...]] = {"native_layers": int}
+"""Fields that formats 1 to 3 did not have, with their types."""
 
 
 def _later(version: int) -> dict[str, type | tuple[type, ...]]:
     """Fields that came after a format."""
-    return {1: _SINCE_2 | _SINCE_3, 2: _SINCE_3}.get(version, {})
+    return {1: _SINCE_2 | _SINCE_3 | _SINCE_4, 2: _SINCE_3 | _SINCE_4, 3: _SINCE_4}.get(version, {})
 
 
 def _identity_from_json(side: str, data: Any) -> ModelIdentity:

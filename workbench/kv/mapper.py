@@ -12,6 +12,9 @@ keys, and the result is written straight into the target's cache. There are two 
 With an MLP (low rank only) two hidden layers make further coordinates out of z, and the target layers read both:
 `[z | gelu(gelu(z @ m0 + b0) @ m1 + b1)]`. Values go the same way as keys, without any rotation.
 
+The lowest `native_layers` of the target are not mapped at a switch: the target runs them itself, which is exact, since a
+layer's keys and values need nothing of the layers above. Their matrices are kept, so that the choice can be undone.
+
 A `KVMapper` is frozen: it is made by `workbench.kv.fit` and stored by `workbench.kv.artefact`. Batch size is 1.
 """
 
@@ -69,6 +72,7 @@ class KVMapper:
             needs a single `reduce`.
         familiar: token ids that were frequent in the calibration text, the most frequent first. Tokens with any other
             id are better run natively by the target than mapped; () where all are mapped.
+        native_layers: so many of the lowest target layers run natively over the tokens that are mapped in the others.
     """
 
     source: KVSpec
@@ -85,13 +89,16 @@ class KVMapper:
     reduce: tuple[Tensor, ...] = ()
     mlp: tuple[Tensor, ...] = ()
     familiar: tuple[int, ...] = ()
+    native_layers: int = 0
 
     def __post_init__(self) -> None:
         """Check that layers and shapes fit the two geometries.
 
         Raises:
-            ValueError: naming the first tensor that does not fit.
+            ValueError: naming the first tensor, or the number, that does not fit.
         """
+        if not 0 <= self.native_layers <= self.target.layers:
+            raise ValueError(f"native_layers must be 0 to {self.target.layers}, not {self.native_layers}")
         for kind in ("key", "value"):
             layers = getattr(self, f"{kind}_layers")
             weights, biases = getattr(self, f"{kind}_weight"), getattr(self, f"{kind}_bias")
@@ -170,8 +177,11 @@ class KVMapper:
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        """Every matrix that a token is multiplied with."""
-        return (*self.reduce, *self.mlp[::2], *self.key_weight, *self.value_weight)
+        """Every matrix that a token is multiplied with; those of layers that run natively are not."""
+        first = self.native_layers
+        if first == self.target.layers:
+            return ()
+        return (*self.reduce, *self.mlp[::2], *self.key_weight[first:], *self.value_weight[first:])
 
     @property
     def flops_per_token(self) -> int:
@@ -231,18 +241,23 @@ class KVMapper:
         rotary_src: Rotary,
         rotary_tgt: Rotary,
         should_stop: Callable[[], bool] | None = None,
+        first_layer: int = 0,
     ) -> MapTimes:
         """Append tokens `start .. stop-1` of the source's cache, mapped, to the target's cache.
 
+        All target layers are mapped unless `first_layer` says otherwise: what runs natively is the caller's business.
+
         Args:
             source_cache: holds at least `stop` tokens.
-            target_cache: holds exactly `start` tokens; every layer gets its new tokens on its own device. Our own
-                growing cache is written in place; any of transformers' kinds that takes tensors will do.
+            target_cache: its layers from `first_layer` on hold exactly `start` tokens; each gets its new tokens on its
+                own device. Our own growing cache is written in place; any of transformers' kinds that takes tensors
+                will do.
             start: position of the first token to map.
             stop: position after the last.
             rotary_src: the source's rotary embedding.
             rotary_tgt: the target's.
             should_stop: asked before every layer.
+            first_layer: the lowest target layer to map; those below are not touched.
 
         Returns:
             The time of each part.
@@ -253,28 +268,29 @@ class KVMapper:
             Cancelled: when asked to stop; the target's cache is then as it was before.
         """
         times = MapTimes()
-        if start == stop:
+        if start == stop or first_layer == self.target.layers:
             return times
-        if not 0 <= start < stop <= length(source_cache) or length(target_cache) != start:
+        written = Cache(layers=target_cache.layers[first_layer:])
+        if not 0 <= start < stop <= length(source_cache) or length(written) != start:
             raise ValueError(
                 f"cannot map tokens {start} to {stop}: the source holds {length(source_cache)}, "
-                f"the target {length(target_cache)}"
+                f"the target {length(written)}"
             )
         check_takes(target_cache, stop)
         try:
             clock = perf_counter()
-            features = Features(self, source_cache, start, stop, rotary_src)
+            features = Features(self, source_cache, start, stop, rotary_src, first_layer)
             times.strip_ms += (perf_counter() - clock) * 1e3
             if self.reduce:
                 clock = perf_counter()
                 features.reduce(self)
                 times.product_ms += (perf_counter() - clock) * 1e3
-            for t in range(self.target.layers):
+            for t in range(first_layer, self.target.layers):
                 if should_stop and should_stop():
                     raise Cancelled("The switch was stopped.")
                 self._map_layer(t, features, target_cache, start, rotary_tgt, times)
         except BaseException:
-            truncate(target_cache, start)
+            truncate(written, start)
             raise
         return times
 

@@ -36,23 +36,25 @@ class FitOptions:
         mlp: width of two hidden layers that add nonlinear coordinates, 0 for none; needs rank and both features.
         polish: steps of gradient descent on the target's own KL after the closed form.
         reread: share of the tokens that the target should run natively at a switch, the rarest ids of the text; 0: none.
+        native_layers: so many of the lowest target layers run natively at a switch; they are fitted like the others.
     """
 
     sequences: int = 96
     length: int = 512
     stride: int = 1
-    top_k: int | None = 6
+    top_k: int | None = 4
     ridge: float | None = 0.01
     anchors: int = 4
     hold_back: int = 16
     seed: int = 0
     selection: str = "ranked"
-    objective: str = "plain"
+    objective: str = "attention"
     features: str = "own"
     rank: int = 0
     mlp: int = 0
     polish: int = 0
-    reread: float = 0.0
+    reread: float = 0.15
+    native_layers: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be fitted.
@@ -79,8 +81,8 @@ class FitOptions:
                 raise InputError(
                     f"The {name} must be one of: {', '.join(known)}; not {getattr(self, name)!r}."
                 )
-        if min(self.rank, self.mlp, self.polish) < 0:
-            raise InputError("Rank, MLP width and polish steps cannot be below 0.")
+        if min(self.rank, self.mlp, self.polish, self.native_layers) < 0:
+            raise InputError("Rank, MLP width, polish steps and native layers cannot be below 0.")
         if self.rank and self.top_k is None:
             raise InputError("The low-rank form needs a number of source layers (top_k), or all.")
         if self.mlp and not (self.rank and self.features == "both"):

@@ -39,6 +39,9 @@ _REFUSED_FAMILIES = {
 # Families whose attention says of every layer whether it rotates (`use_rope`), so that `Rotary` can follow.
 _SOME_UNROTATED = ("smollm3",)
 
+# No model has more; a file that says so would make lists and loops of any length.
+MOST_LAYERS = 1024
+
 # Vocabularies of one tokenizer differ only by padding rows; more than this share is another tokenizer.
 _PADDING_SHARE = 0.02
 
@@ -99,6 +102,12 @@ class KVSpec:
     vocab_size: int
     max_positions: int
     rope: RopeSpec
+
+    def __post_init__(self) -> None:
+        if self.layers > MOST_LAYERS:
+            raise UnsupportedModelError(
+                f"A model of {self.layers:,} layers is not believed; {MOST_LAYERS:,} are the most."
+            )
 
     @property
     def kv_width(self) -> int:

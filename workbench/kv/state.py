@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from workbench.errors import WorkbenchError
+
 
 class Part(Protocol):
     """Something gathered that can be written down and read again."""
@@ -39,14 +41,26 @@ class FitState:
             self.save(parts, done)
 
     def save(self, parts: Mapping[str, Part], done: int) -> None:
-        """Write the state now; a kill leaves the old or the new one."""
+        """Write the state now; a kill or a full disk leaves the old or the new one.
+
+        Raises:
+            WorkbenchError: it cannot be written.
+        """
         tensors = {f"{name}/{key}": t for name, sums in parts.items() for key, t in sums.state().items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".new")
-        save_file(tensors, temporary, metadata={"digest": self.digest, "done": str(done)})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, temporary, metadata={"digest": self.digest, "done": str(done)})
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)  # a full disk must not stay full of halves
+            raise WorkbenchError(
+                f"What the fit has gathered cannot be kept in {self.path.name!r}: "
+                f"{getattr(error, 'strerror', None) or error}.",
+                "Make room; the same fit goes on from what was kept before.",
+            ) from error
         self._last = monotonic()
 
     def restore(self, parts: MutableMapping[str, Any]) -> int:

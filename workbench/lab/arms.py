@@ -6,7 +6,7 @@
     source            the source reads the context, and answers itself
     identity          as mapped, but the source's cache as it is; only where both geometries are the same
     wrong_document    as mapped, but all but the held-back tokens are another document's
-    zero              as mapped, but zeros in place of what the mapper writes
+    zero              as mapped, but zeros in place of what the mapper writes; native layers are run as there
     held_back_only    the target reads only what a switch runs natively: anchors and re-read tokens (where tokens are
                       re-read), held-back ones
     no_context        the target reads only the last token
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from workbench.chat.handoff import hand_over, read_again
+from workbench.chat.handoff import hand_over, read_again, run_lowest
 from workbench.errors import InputError
 from workbench.kv.cache import copy, length, new_cache, truncate
 from workbench.kv.forward import forward
@@ -57,8 +57,9 @@ def unmapped(source: LoadedModel, target: LoadedModel, like: KVMapper) -> tuple[
     weight = tuple(torch.eye(b.kv_width) for _ in range(b.layers))
     bias = tuple(torch.zeros(b.kv_width) for _ in range(b.layers))
     mapper = KVMapper(
-        a, b, layers, layers, weight, bias, weight, bias, like.anchors, like.hold_back, familiar=like.familiar
-    )
+        a, b, layers, layers, weight, bias, weight, bias, like.anchors, like.hold_back, familiar=like.familiar,
+        native_layers=like.native_layers,
+    )  # fmt: skip
     return mapper.to(target.dtype, target.layer_devices), ""
 
 
@@ -72,13 +73,14 @@ def zero_cache(
         ids: of the context.
         anchors: first tokens run natively.
         stop: tokens that the cache holds in the end; there is room for all of `ids`.
-        mapper: re-reads the same tokens as this one, over the zeros; None for none.
+        mapper: runs the same layers natively as this one, and re-reads the same tokens, over the zeros; None for none.
     """
     spec, cache = target.spec, new_cache(target.spec.layers, len(ids))
     if anchors:
         forward(target.model, ids[:anchors], cache, keep=0)
-    layers: Sequence[Any] = cache.layers
-    for layer, device in zip(layers, target.layer_devices, strict=True):
+    bottom = run_lowest(ids[:stop], target, cache, mapper, None) if mapper is not None else 0
+    layers: Sequence[Any] = cache.layers[bottom:]
+    for layer, device in zip(layers, target.layer_devices[bottom:], strict=True):
         shape = (stop - anchors, spec.kv_heads, spec.head_dim)
         for slots in layer.append_slots(*shape, target.dtype, device):
             slots.zero_()

@@ -8,19 +8,17 @@ run again: the pass begins with the base's hidden states at that layer. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import ModuleList
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from workbench.kv.cache import layer_tensors
-from workbench.kv.forward import input_device
+from workbench.kv.forward import input_device, only_layers
 
 if TYPE_CHECKING:
     from workbench.models.loading import LoadedModel
@@ -107,7 +105,7 @@ class Branches:
     def _run(self, base: str, batch: Sequence[Exchange], donor: Cache) -> list[float]:
         first = min(min(variant)[0] for variant in batch)
         hidden = self._hidden[base][first]
-        with upper_layers(self.target.model, first):
+        with only_layers(self.target.model, slice(first, None)):
             logits = self.target.model(
                 inputs_embeds=hidden.expand(len(batch), -1, -1),
                 position_ids=self._positions,
@@ -156,15 +154,3 @@ class Branches:
 def cells(layers: Sequence[int], heads: Sequence[int], kinds: str) -> Exchange:
     """All cells of these layers and heads; kinds is "k", "v" or "kv"."""
     return frozenset((layer, head, kind) for layer in layers for head in heads for kind in kinds)
-
-
-@contextmanager
-def upper_layers(model: Any, first: int) -> Iterator[None]:
-    """Within the block the model runs only its layers from `first` on; nobody else may run it meanwhile."""
-    base = model.base_model
-    every = base.layers
-    try:
-        base.layers = ModuleList(list(every)[first:])
-        yield
-    finally:
-        base.layers = every

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import Cache
 
+from workbench.chat.account import Account
 from workbench.chat.decode import TextStream
-from workbench.chat.handoff import Account, hand_over, prefill
+from workbench.chat.handoff import hand_over, prefill
 from workbench.chat.template import clean, render
 from workbench.errors import Cancelled, InputError
 from workbench.kv.cache import copy, new_cache

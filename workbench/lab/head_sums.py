@@ -337,8 +337,8 @@ class HeadSums:
             moment[layer] = torch.einsum("ohgd,ohge->hde", slices, slices)
         return moment
 
-    def metrics(self) -> dict[str, Tensor]:
-        """All metrics, (L, H) or (L, Hq) float64."""
+    def metrics(self, reads: Tensor | None = None) -> dict[str, Tensor]:
+        """All metrics, (L, H) or (L, Hq) float64; `reads`: the `output_moment`, where it is known already."""
         n = max(self.tokens, 1)
         zone_errors = {
             f"{kind}_error_{zone}": energy.relative(self.tokens, self.counts)[..., index - len(ZONES)]
@@ -352,7 +352,9 @@ class HeadSums:
             "cosine_worst": self.cosine_worst,
             "attention_kl": self.attention_kl / n,
             "k_error_in_q": concentration(self.keys.error, self.queries),
-            "v_error_in_o": concentration(self.values.error, self.output_moment()),
+            "v_error_in_o": concentration(
+                self.values.error, self.output_moment() if reads is None else reads
+            ),
             "output_error": self.output_error / n,
             "output_error_abs": self.output_error_abs / n,
             "patch_estimate": self.estimate.sum(-1) / max(self.texts, 1),

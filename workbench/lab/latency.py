@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from workbench.chat.handoff import Account, hand_over, map_ahead, map_blocks
+from workbench.chat.account import Account
+from workbench.chat.handoff import hand_over, map_ahead, map_blocks
 from workbench.errors import Cancelled, InputError
 from workbench.kv import artefact, features
 from workbench.kv.cache import layer_tensors, nbytes, new_cache
@@ -259,7 +260,8 @@ class _Jobs:
     def _map(self) -> None:
         cache = new_cache(self.target.spec.layers, len(self.ids))
         rotary = self.source.rotary, self.target.rotary
-        map_blocks(self.mapper, self._source_cache, cache, 0, len(self.ids), *rotary)
+        first = self.mapper.native_layers
+        map_blocks(self.mapper, self._source_cache, cache, 0, len(self.ids), *rotary, first_layer=first)
 
     def _handoff(self) -> Account:
         return self._hand_over(new_cache(self.target.spec.layers))

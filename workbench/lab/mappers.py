@@ -8,7 +8,8 @@
 
 What has no folder yet is fitted on the calibration text (never on what is measured here) and kept in one, so that the next
 run reads it. A mapper's own anchors and hold-back are used, and the native arms are shared. `map_flops_share` is matrix
-products of the mapping over those of the target's prefill of the same context, without embedding and head.
+products of the mapping over those of the target's prefill of the same context, without embedding and head; what the
+target runs natively instead, lowest layers and rare tokens, is a share of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.chat.handoff import Account, hand_over
+from workbench.chat.account import Account
+from workbench.chat.handoff import hand_over
 from workbench.errors import InputError
 from workbench.kv import artefact
 from workbench.kv.cache import new_cache
@@ -36,6 +38,7 @@ from workbench.lab.provenance import models_of, text_hash, trace
 from workbench.lab.results.common import Step
 from workbench.lab.results.mappers import REREAD, CurvePoint, MapperEntry, MapperTable
 from workbench.lab.retention import FIXED, _Arms, _check, _Scores
+from workbench.words import lowest
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -48,7 +51,7 @@ NAMES = ("recipe", "default", "best")
 CURVE_ANCHORS, CURVE_HOLD_BACK = (0, 1, 2, 4, 8, 16), (1, 16, 32, 64)
 CURVE_FAMILIAR = (1.0, 0.5, 0.2, 0.05)  # of the familiar ids, the most frequent ones
 RECIPES = {"recipe_k6": 6, "recipe_k8": 8}
-BEST = FitOptions(top_k=10**6, ridge=0.01, features="both")
+BEST = FitOptions(top_k=10**6, ridge=0.01, features="both", objective="attention", reread=0.3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +120,7 @@ def _options(name: str, default: KVMapper, sequences: int) -> FitOptions:
     if name in RECIPES:
         return FitOptions(
             sequences, top_k=RECIPES[name], ridge=0.01, anchors=0, hold_back=default.hold_back, selection="ranked",
-            objective="plain", features="own", rank=0, polish=0,
+            objective="plain", features="own", rank=0, polish=0, reread=0.0,
         )  # fmt: skip
     if name == "best":
         return replace(BEST, sequences=sequences, anchors=default.anchors, hold_back=default.hold_back)
@@ -234,6 +237,7 @@ def stream(
                 form=describe(one),
                 fitted_tokens=(one.manifest.calibration.get("tokens") if one.manifest else None),
                 reread_share=mean(account.reread for account in told) / context,
+                native_share=prefill_flops_per_token(target, context, one.mapper.native_layers) / prefill,
             )
             for one, of, told in zip(compared, scores, accounts, strict=True)
         },
@@ -313,16 +317,16 @@ def _mapped(
     return torch.cat((first, rest)), account
 
 
-def prefill_flops_per_token(model: LoadedModel, context: int) -> float:
-    """Operations a token of a true prefill of `context` tokens, without embedding and head.
+def prefill_flops_per_token(model: LoadedModel, context: int, lowest: int | None = None) -> float:
+    """Operations a token of a true prefill of `context` tokens, without embedding and head; or of its lowest layers.
 
     Two for every number in the layers' matrices, and four for every channel of every query head and token attended to, of
     which there are context / 2 on average.
     """
     spec = model.spec
-    layers = model.model.base_model.layers
+    layers = model.model.base_model.layers[:lowest]
     matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim > 1)
-    return 2 * matrices + 4 * spec.layers * spec.query_heads * spec.head_dim * context / 2
+    return 2 * matrices + 4 * len(layers) * spec.query_heads * spec.head_dim * context / 2
 
 
 def artefact_bytes(mapper: KVMapper) -> int:
@@ -351,6 +355,8 @@ def describe(one: Contestant) -> str:
             parts.append(manifest.selection)
         if manifest.polish:
             parts.append(f"polished {manifest.polish} steps")
+    if mapper.native_layers:
+        parts.append(f"{lowest(mapper.native_layers)} native")
     if mapper.hidden:
         parts.append(f"MLP of width {mapper.hidden}")
     return ", ".join(parts)

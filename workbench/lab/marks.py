@@ -54,7 +54,7 @@ def load_marks(folder: Path, mapper: str) -> Marks:
             return Marks(mapper)
         heads = tuple((int(layer), int(head)) for layer, head in data["heads"])
         return Marks(mapper, heads, Restored.from_json(data["gain"]) if data.get("gain") else None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Marks(mapper)
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from workbench.models.pair import PairHost
 
 ShouldStop = Callable[[], bool] | None
-DEFAULT_TEXTS, DEFAULT_CONTEXT, DEFAULT_FOLLOWING = 8, 256, 32
+DEFAULT_TEXTS, DEFAULT_CONTEXT, DEFAULT_FOLLOWING = 8, 256, 12
 DRAWS = 5
 
 
@@ -388,7 +388,7 @@ class PatchState:
         """Go on from the file where it belongs to this measurement."""
         try:
             data = json.loads(self.path.read_text(encoding="utf-8")) if self.path else {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return
         if isinstance(data, dict) and data.get("digest") == self.digest:
             self.done, self.seconds = data["done"], data["seconds"]

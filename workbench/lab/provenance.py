@@ -262,7 +262,7 @@ def load_result(path: Path, kind: str) -> Any:
         raise InputError(f"There is no saved result {path.name}.", "Measure it first.") from None
     except OSError as error:
         raise InputError(f"Cannot read {path.name}: {error.strerror or error}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path.name} holds no {kind} result ({type(error).__name__}).", "Measure it again."
         ) from None
@@ -290,6 +290,6 @@ def _mismatch(folder: Path, provenance: Provenance) -> str:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         same = manifest["tensors_sha256"] == provenance.mapper
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""  # no mapper here to compare with
     return "" if same else "It was measured with another mapper than the one that is here now."

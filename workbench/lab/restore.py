@@ -2,27 +2,36 @@
 
 A head can be right in two ways: its layer is among the lowest, which the target can run natively over the whole
 context since nothing above is needed for it; or it is fitted again. The gain measured here is exact for the
-first and an upper bound for the second. A mapper that was fitted again, with another objective or rank say, can be
-given: then the heads are also taken from what that one makes, and the rest from the first.
+first and an upper bound for the second; `run_natively` saves a mapper so that its switches do the first. A mapper that
+was fitted again, with another objective or rank say, can be given: then the heads are also taken from what that one
+makes, and the rest from the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from workbench.errors import Cancelled, InputError
+from workbench.kv import artefact
 from workbench.lab.corpus import Document, documents, passages
+from workbench.lab.marks import Marks, save_marks
 from workbench.lab.patch import PatchOptions, branch, mapped_context
-from workbench.lab.provenance import models_of, trace
+from workbench.lab.provenance import models_of, trace, write_text
 from workbench.lab.results.common import Step
 from workbench.lab.results.restored import Restored, native_layers
 
 if TYPE_CHECKING:
+    from workbench.kv.manifest import Manifest
     from workbench.kv.mapper import KVMapper
     from workbench.models.pair import PairHost
+
+ABOUT_THE_MAP = ("heads.json", "patch.json")
+"""Results that hold whether or not a switch makes use of the whole map."""
 
 
 def stream(
@@ -94,3 +103,27 @@ def stream(
         texts=len(cut),
         provenance=trace(host, direction, len(cut) * options.following, [(p.name, p.ids) for p in cut]),
     )
+
+
+def run_natively(folder: Path, out: Path, layers: int, marked: Marks) -> Manifest:
+    """Save a mapper so that switches run its lowest layers natively; what is known about its heads goes along.
+
+    Args:
+        folder: of the mapper.
+        out: where to save; may be the same.
+        layers: how many of the lowest layers, 0 to map all of them again.
+        marked: its marks, which are kept for the mapper that is saved.
+
+    Returns:
+        The manifest as it was written.
+
+    Raises:
+        ArtefactError: the mapper cannot be read or saved.
+        InputError: the marks or the results cannot be written.
+    """
+    known = {name: (folder / name).read_text("utf-8") for name in ABOUT_THE_MAP if (folder / name).is_file()}
+    manifest = artefact.save_with_native_layers(folder, out, layers)
+    for name, text in known.items():
+        write_text(text, out / name)
+    save_marks(out, replace(marked, mapper=manifest.tensors_sha256))
+    return manifest

@@ -88,7 +88,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The mapper's manifest, {} when there is none that can be read."""
     try:
         data = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 

@@ -11,7 +11,15 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from workbench.lab.results import METRICS, Comparison, Evaluation, HeadMaps, LatencyBench, Recording
+from workbench.lab.results import (
+    METRICS,
+    Comparison,
+    Evaluation,
+    HeadMaps,
+    LatencyBench,
+    Recording,
+    Variants,
+)
 from workbench.lab.results.common import jsonable
 
 Rows = tuple[list[str], list[list[Any]]]
@@ -36,6 +44,8 @@ def rows(result: Any, metric: str | None = None) -> Rows:
         return _latency(result)
     if isinstance(result, Evaluation):
         return _quality(result)
+    if isinstance(result, Variants):
+        return _variants(result)
     if isinstance(result, Recording):
         head = ["turn", "side", "how", "ms", "text"]
         return head, [
@@ -114,6 +124,23 @@ def _quality(result: Evaluation) -> Rows:
                 row += [figure.value, figure.low, figure.high]
             body.append(row)
     return head, body
+
+
+def _variants(result: Variants) -> Rows:
+    """One row a mapper variant: its settings, what it keeps with 95 % intervals, the mean of every head metric."""
+    settings = list(dict.fromkeys(name for one in result.variants for name in one.settings))
+    metrics = list(dict.fromkeys(name for one in result.variants for name in one.metrics))
+    head = ["pair", "direction", "variant", "reread", *settings]
+    for outcome in ("retention", "kl", "gap_recovered"):
+        head += [outcome, f"{outcome}_low", f"{outcome}_high"]
+    body = []
+    for one in result.variants:
+        row: list[Any] = [result.provenance.pair, result.provenance.direction, one.name, one.reread]
+        row += [one.settings.get(name) for name in settings]
+        for figure in (one.retention, one.kl, one.gap_recovered):
+            row += [figure.value, figure.low, figure.high]
+        body.append(row + [one.metrics.get(name) for name in metrics])
+    return [*head, *metrics], body
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -69,12 +69,16 @@ def convert(gguf: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     from workbench.models.embedded import no_bars
+    from workbench.models.loading import check_loaded
 
     where: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     dtype = stored_dtype(gguf)
     with no_bars():
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
-        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=dtype, **where)
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=dtype, output_loading_info=True, **where
+        )
+        check_loaded(loaded, found["missing_keys"], gguf.stem)
         raw = loaded.config.to_dict()
         raw.pop("quantization_config", None)
         raw.update(_name_or_path=gguf.stem, dtype=str(dtype).removeprefix("torch."))

@@ -11,17 +11,29 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    dynamic_module_utils,
+)
 from transformers.utils import logging as transformers_logging
 
-from workbench.errors import ModelUnavailableError, UnsupportedModelError, WorkbenchError
+from workbench.errors import (
+    InputError,
+    ModelUnavailableError,
+    UnsupportedModelError,
+    WorkbenchError,
+    out_of_memory,
+)
 from workbench.kv.artefact import ModelIdentity
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec, tokenizer_hash
@@ -35,10 +47,18 @@ from workbench.models.devices import (
     parse_max_memory,
     resolve_dtype,
 )
-from workbench.models.sources import Source, locate
+from workbench.models.sources import Source, check_config, locate
 from workbench.models.template_child import isolate
 
 Progress = Callable[[float, str], None]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Else transformers asks at the terminal whether code that came with a model may be run.
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+PLAINLY = {  # a word of a library's error -> what it means
+    "ignore_mismatched_sizes": "its weights do not have the shapes that its config says",
+    "custom code": "it brings code of its own, which is never run",
+    "requires you to execute": "it brings code of its own, which is never run",
+}
 TURN_PROBE = "zqxprobe"  # an answer that no template contains, to see what the template writes after it
 
 
@@ -114,14 +134,14 @@ def load(
     report(0.3, f"Loading {source.name}")
     with quiet():
         try:
-            config, renamed = text_part(AutoConfig.from_pretrained(source.path, **source.arguments))
+            config, renamed = text_part(_config_of(source))
             spec = KVSpec.from_config(config)  # refuses what cannot be mapped before the weights are read
             tokenizer = AutoTokenizer.from_pretrained(source.path, **source.arguments)
             if not known(ref):
                 isolate(tokenizer, source.name)
             if check is not None:
                 check(spec, tokenizer)
-            model = AutoModelForCausalLM.from_pretrained(
+            model, found = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 config=config,
                 dtype=wanted,
@@ -130,20 +150,22 @@ def load(
                 attn_implementation="sdpa",
                 use_safetensors=True,
                 offload_folder=offload_folder(placement, memory),
+                output_loading_info=True,
                 **renamed,
                 **source.arguments,
             )
+            check_loaded(model, found["missing_keys"], source.name)
             if source.adapter:
                 model = adapter.merged(model, Path(source.adapter))
         except WorkbenchError:
             raise
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except Exception as error:
+            if (asked := out_of_memory(error)) is None:
+                raise unreadable(source, error) from error
             raise ModelUnavailableError(
-                f"{source.name} does not fit into memory.",
+                f"{source.name} does not fit into memory{asked}.",
                 "Choose a smaller model, or spread it with --device-map.",
             ) from error
-        except Exception as error:
-            raise unreadable(source, error) from error
     report(0.95, f"{source.name} is loaded")
     loaded = wrap(model, tokenizer, source.name, source.revision, ref=ref, dtype_reason=reason)
     report(1.0, f"{source.name} is ready")
@@ -201,12 +223,41 @@ def read_config(ref: str, *, fetch: bool = True) -> tuple[Any, str]:
     source = locate(ref, config_only=True, fetch=fetch)
     with quiet():
         try:
-            config = text_part(AutoConfig.from_pretrained(source.path, **source.arguments))[0]
+            config = text_part(_config_of(source))[0]
         except WorkbenchError:
             raise
         except Exception as error:
             raise unreadable(source, error) from error
     return config, source.name
+
+
+def _config_of(source: Source) -> Any:
+    """The config of a model's files, looked at as it stands before transformers makes anything of it."""
+    if "gguf_file" not in source.arguments:  # whose head was checked
+        check_config(PreTrainedConfig.get_config_dict(source.path, **source.arguments)[0], source.name)
+    return AutoConfig.from_pretrained(source.path, **source.arguments)
+
+
+def check_loaded(model: Any, missing: Collection[str], name: str) -> None:
+    """Refuse weights that are not whole: transformers would fill what is missing with random numbers.
+
+    Args:
+        model: as it was loaded.
+        missing: names of the tensors that its files do not have.
+        name: of the model, for people.
+
+    Raises:
+        InputError: naming a tensor that is missing, or one with values that are not finite, and how many.
+    """
+    again = "Fetch its files again."
+    if missing:
+        raise InputError(f"{name} lacks {len(missing)} of its tensors, {min(missing)} among them.", again)
+    for key, tensor in model.named_parameters():
+        if tensor.device.type == "meta" or tensor.dtype not in FLOATS or not tensor.numel():
+            continue
+        if not all(torch.isfinite(end) for end in tensor.aminmax()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise InputError(f"The tensor {key} of {name} has {bad:,} values that are not finite.", again)
 
 
 def read_tokenizer(ref: str, *, fetch: bool = True) -> Any:
@@ -252,6 +303,9 @@ def text_part(config: Any) -> tuple[Any, dict[str, Any]]:
 def unreadable(source: Source, error: Exception) -> WorkbenchError:
     """One sentence for whatever transformers said about files that are there but cannot be used."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    for word, plain in PLAINLY.items():
+        if word in first:
+            first = plain
     first = first.replace(str(Path(source.path).resolve()), source.name).replace(
         str(source.path), source.name
     )
@@ -269,7 +323,9 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """
     found: set[int] = set()
     for value in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
-        found.update(value if isinstance(value, (list, tuple)) else [value] if value is not None else [])
+        found.update(
+            i for i in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(i, int)
+        )
     end_of_turn = template_stop_id(tokenizer)
     if end_of_turn is not None:
         found.add(end_of_turn)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -209,6 +209,27 @@ class PairHost:
             except WorkbenchError:
                 return 0
         return self._positions[side]
+
+    @contextmanager
+    def stopping_between_layers(self, should_stop: Callable[[], bool]) -> Iterator[None]:
+        """This thread's passes through the models in memory end before their next layer once it says so.
+
+        A pass over thousands of tokens takes longer than anybody waits for a stop. Other threads' passes do not ask.
+
+        Args:
+            should_stop: asked before every layer; the pass then ends with `Cancelled`.
+        """
+        thread = threading.get_ident()
+
+        def ask(*_: Any) -> None:
+            if threading.get_ident() == thread and should_stop():
+                raise Cancelled("Stopped.")
+
+        with ExitStack() as hooks:
+            for loaded in {id(model): model for model in self._models.values()}.values():
+                for layer in loaded.model.base_model.layers:
+                    hooks.callback(layer.register_forward_pre_hook(ask).remove)
+            yield
 
     @contextmanager
     def holding_lane(self, should_stop: Callable[[], bool] | None = None) -> Iterator[None]:

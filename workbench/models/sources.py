@@ -1,9 +1,10 @@
 """Where a reference leads, checked before any library reads the files.
 
-Files may come from strangers. So a folder is refused when it has no safetensors weights, when its shard index
-points out of the folder, when a weight file is no plain file, or when the model would need code of its own; a
-GGUF file is walked over first (`gguf_check.py`). A hub id is asked for once, with a short time limit: the
-library itself tries for half a minute, and "misspelt", "gated" and "offline" are three different sentences.
+Files may come from strangers. So a folder is refused when it has no safetensors weights, when its shard index points out
+of the folder, when a weight file is no plain file, when another file is too large to be what it is called, or when the
+model would need code of its own; a GGUF file is walked over first (`gguf_check.py`). A hub id is asked for once, with a
+short time limit: the library itself tries for half a minute, and "misspelt", "gated" and "offline" are three different
+sentences.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import InputError, ModelUnavailableError, UnsupportedModelError
+from workbench.kv.spec import MOST_LAYERS
 from workbench.models import adapter
 from workbench.models.gguf_check import check_gguf
 
@@ -32,6 +34,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 HUB_SECONDS = 5
 JSON_LIMIT = 50_000_000
 HEADER_LIMIT = 100_000_000
+# What libraries read whole beside the weights.
+SIDE_FILES = ("*.json", "*.jinja", "tokenizer*", "vocab*", "merges*", "additional_chat_templates/*")
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,8 @@ def _folder(path: Path, config_only: bool) -> Source:
     if not path.is_dir():
         raise InputError(f"{path.name!r} is neither a folder nor a GGUF file.")
     config = read_json(path / "config.json")
-    check_code(config, path.name)
+    check_config(config, path.name)
+    check_side_files(path)
     revision = "config only"
     if not config_only:
         weights = check_weights(path)
@@ -173,10 +178,11 @@ def _gguf(path: Path, progress: Progress | None, config_only: bool) -> Source:
     return Source(str(folder), path.stem, revision, {"local_files_only": True})
 
 
-def check_code(config: Any, name: str) -> None:
-    """Refuse a model that transformers does not know itself: its code would have to be run.
+def check_config(config: Any, name: str) -> None:
+    """Refuse a model that transformers does not know itself, whose code would have to be run, or of absurdly many layers.
 
-    `auto_map` on a known type is ignored by transformers, so it does no harm.
+    `auto_map` on a known type is ignored by transformers, so it does no harm. Layers are counted before any library
+    makes a list of them.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -188,6 +194,32 @@ def check_code(config: Any, name: str) -> None:
             else (f"is of the type {str(kind)[:60]!r}, which is not known here")
         )
         raise UnsupportedModelError(f"{name} {why}.", "Choose a model that transformers supports itself.")
+    most = max(_layers_in(config), default=0)
+    if most > MOST_LAYERS:
+        raise UnsupportedModelError(
+            f"The config of {name} says {most:,} layers, and {MOST_LAYERS:,} are the most here."
+        )
+
+
+def _layers_in(config: dict[str, Any]) -> Iterator[int]:
+    """Every number of layers in a config, those of its parts too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _layers_in(value)
+        elif "layers" in key and isinstance(value, int):
+            yield value
+
+
+def check_side_files(folder: Path) -> None:
+    """Refuse a folder in which a tokenizer, template or config is too large to be one: libraries would read it whole.
+
+    Raises:
+        InputError: naming the file.
+    """
+    for pattern in SIDE_FILES:
+        for file in folder.glob(pattern):
+            if file.is_file() and file.stat().st_size > JSON_LIMIT:
+                raise InputError(f"{file.name} in {folder.name!r} is larger than {JSON_LIMIT:,} bytes.")
 
 
 def check_weights(folder: Path) -> list[Path]:

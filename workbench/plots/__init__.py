@@ -19,6 +19,7 @@ from workbench.lab.results import (
     LatencyBench,
     MapperTable,
     TaskScores,
+    Variants,
 )
 from workbench.plots.account import account, describe_account
 from workbench.plots.comparison import comparison, describe_comparison
@@ -31,6 +32,7 @@ from workbench.plots.patch import correlation, describe_patch, repair
 from workbench.plots.quality import describe_quality, quality
 from workbench.plots.style import GRID, TEXT, safe
 from workbench.plots.tasks import describe_tasks, tasks
+from workbench.plots.variants import describe_variants, variants
 
 __all__ = [
     "GRID",
@@ -53,6 +55,7 @@ __all__ = [
     "repair",
     "safe",
     "tasks",
+    "variants",
 ]
 
 
@@ -67,6 +70,7 @@ def figure(result: Any, **options: Any) -> go.Figure:
         MapperTable: mappers,
         Drift: drift,
         TaskScores: tasks,
+        Variants: variants,
     }
     return draw.get(type(result), account)(result, **options)  # type: ignore[operator]
 
@@ -76,10 +80,12 @@ def describe(result: Any, metric: str | None = None) -> str:
 
     Args:
         result: any result, an account, or an account's JSON.
-        metric: for `HeadMaps`, which one; None for the first.
+        metric: for `HeadMaps`, which one, None for the first; for `Variants`, None for the best.
     """
     if isinstance(result, HeadMaps):
         return describe_heads(result, metric or next(iter(result.metrics)))
+    if isinstance(result, Variants):
+        return describe_variants(result, metric)
     tell: dict[type, Any] = {
         LatencyBench: describe_latency,
         Comparison: describe_comparison,

@@ -12,6 +12,7 @@ from workbench.plots.style import BLUE, GREEN, ORANGE, PURPLE, SKY, TEXT, VERMIL
 PARTS = {
     "cache": ("new cache allocated", "#BBBBBB"),
     "anchors": ("anchors run natively", ORANGE),
+    "bottom": ("lowest layers run natively", "#F0E442"),
     "map_strip": ("rotation removed", SKY),
     "map_product": ("matrix products", BLUE),
     "map_rotate": ("rotation put in", GREEN),

@@ -53,13 +53,15 @@ def _table(table: MapperTable) -> go.Figure:
                 f"{safe(TITLES.get(name, name))}: KL {entry.kl.value:.3f}, top-1 {entry.top1.value:.3f}, gap recovered "
                 f"{entry.gap_recovered.value:.0%}<br>{safe(entry.form, 120)}<br>{entry.artefact_mb:.1f} MB, "
                 f"{entry.map_ms:.0f} ms, {entry.anchors} anchors, hold-back {entry.hold_back}, "
-                f"{entry.reread_share:.1%} re-read"
+                f"{entry.reread_share:.1%} re-read, {entry.native_share:.1%} native layers"
             ),
             hoverinfo="text",
             showlegend=False,
         )
     layout(fig, "What is lost against what mapping costs", height=380)
-    fig.update_xaxes(title="mapping and re-reading, % of the target's prefill", rangemode="tozero")
+    fig.update_xaxes(
+        title="mapping, re-reading and native layers, % of the target's prefill", rangemode="tozero"
+    )
     fig.update_yaxes(title="KL to native, nats (log)", type="log")
     return fig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import plotly.graph_objects as go
 
 from workbench.lab.results import ARMS, TASKS, TaskScores
-from workbench.plots.style import BLUE, GREEN, TEXT, VERMILION, layout
+from workbench.plots.style import BLUE, GREEN, TEXT, VERMILION, layout, safe
 
 _LOOK = {
     "native": (VERMILION, "circle"), "mapped": (BLUE, "diamond"), "source": (GREEN, "square"),
@@ -53,7 +53,7 @@ def tasks(result: TaskScores) -> go.Figure:
         hoverinfo="skip",
     )
     layout(fig, "", height=160 + 95 * len(names))
-    titles = [TASKS[name].title if name in TASKS else name for name in names]
+    titles = [TASKS[name].title if name in TASKS else safe(name) for name in names]
     fig.update_yaxes(
         tickvals=list(range(len(names))), ticktext=titles, range=[len(names) - 0.4, -0.6], showgrid=False
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,11 @@ def carry_out(
             raise Cancelled("Stopped.")
         post((text, share, 1.0))
 
-    with engine.model_lane(stop, visit, lambda text: post((text,))):
+    with engine.model_lane(stop, visit, lambda text: post((text,))), ExitStack() as computing:
+
+        def load(*sides: str) -> None:
+            computing.enter_context(engine.loaded(host, sides, tell, stop))
+
         host = engine.host_of(visit)
         sampling = Sampling(**chosen.sampling, repetition_penalty=CHAT_REPETITION_PENALTY)
         if visit.chat is None:
@@ -91,9 +96,10 @@ def carry_out(
         elif request.kind == "undo":
             return str(chat.undo())
         elif request.kind == "measure":
+            load(chat.side)
             chat.measure_prefill()
         elif request.kind == "switch":
-            engine.load(host, (chat.side, request.to) if chat.messages else (request.to,), tell)
+            load(*((chat.side, request.to) if chat.messages else (request.to,)))
             post((f"Switching to the {request.to} model",))
             if request.to not in chat.prefill_times:
                 chat.prefill_times = saved_prefill_times(host) | chat.prefill_times
@@ -106,7 +112,7 @@ def carry_out(
                 post(("Running a true prefill, to compare",))
                 chat.measure_prefill()
         elif request.kind == "send" and chosen.automatic:
-            engine.load(host, ("small", "large"), tell)
+            load("small", "large")
             if not chat.prefill_times:
                 chat.prefill_times = saved_prefill_times(host)
             visit.tally = visit.tally or cascade.Tally()
@@ -114,7 +120,7 @@ def carry_out(
             for _ in cascade.ask(chat, request.text, chosen.threshold, visit.tally, stop):
                 post(True)
         else:
-            engine.load(host, (chat.side,), tell)
+            load(chat.side)
             post(("Reading",))
             if request.kind == "send":
                 answers = chat.send(request.text, should_stop=stop)

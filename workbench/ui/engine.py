@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.errors import Cancelled, InputError, WorkbenchError
+from workbench.errors import Cancelled, InputError, WorkbenchError, out_of_memory
 from workbench.ui.jobs import StopFlag
 from workbench.ui.lane import Lane
 from workbench.ui.session import Visit, Visits
@@ -173,8 +173,11 @@ class Engine:
             stop.limit(self.settings.job_seconds)
             yield lambda: stop.extend(turn.step_aside())
 
-    def load(self, host: Any, sides: tuple[str, ...], tell: Callable[[float, str], None]) -> None:
-        """Loads what is missing of a pair, with progress.
+    @contextmanager
+    def loaded(
+        self, host: Any, sides: tuple[str, ...], tell: Callable[[float, str], None], stop: StopFlag
+    ) -> Iterator[None]:
+        """Loads what is missing of a pair, with progress; what its models then compute ends soon after a stop.
 
         Raises:
             InputError: on a public page only the pair that it was started with and the embedded one are run.
@@ -188,6 +191,8 @@ class Engine:
                 tell((place + share) / len(missing), text)
 
             host.model(side, report)
+        with host.stopping_between_layers(stop):
+            yield
 
     def cache_bytes(self) -> int:
         """Bytes of keys and values that all chats hold together."""
@@ -196,14 +201,16 @@ class Engine:
     def make_room(self, keep: Visit) -> None:
         """Frees the caches of the longest unused chats while all together hold more than is allowed.
 
-        Called in the lane. Their owners are told; what they say next is answered after a visible prefill.
+        Called in the lane, so no other chat computes: one that only waits for its turn is no exception, else whoever
+        asks and never comes back could hold any amount. Their owners are told; what they say next is answered after
+        a visible prefill.
 
         Args:
             keep: the visit whose turn it is.
         """
         limit = self.settings.max_cache_mb * 1_000_000
         held = self.cache_bytes()
-        for visit in self.visits.idle():
+        for visit in self.visits.by_need():
             if held <= limit:
                 return
             if visit is keep or visit.chat is None or not visit.chat.cache_bytes:
@@ -211,7 +218,7 @@ class Engine:
             held -= visit.chat.cache_bytes
             visit.chat.drop_caches()
             visit.notice = DROPPED
-            log.info("caches of an idle chat were freed")
+            log.info("caches of a chat that does not compute were freed")
 
     def time_is_up(self) -> str:
         """What is said when the time limit ended a job."""
@@ -222,9 +229,9 @@ class Engine:
         if isinstance(error, WorkbenchError):
             log.warning("%s: %s", type(error).__name__, error)
             return str(error)
-        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        if (asked := out_of_memory(error)) is not None:
             log.warning("out of memory: %s", error)
-            return "There was not enough memory for this; try a shorter context or a smaller model."
+            return f"There was not enough memory for this{asked}; try a shorter context or a smaller model."
         where = "".join(traceback.format_tb(error.__traceback__))
         # The words of a foreign error may repeat what somebody wrote, so they are logged when asked for only.
         log.error("unexpected %s\n%s%s", type(error).__name__, where, error if self.settings.debug else "")

@@ -23,6 +23,7 @@ class More:
     anchors: Any = None
     hold_back: Any = None
     reread: Any = None
+    native_layers: Any = None
     stride: Any = None
     objective: Any = None
     selection: Any = None
@@ -117,6 +118,14 @@ def more_options(public: bool) -> More:
             step=1,
             label="Re-read, % of the tokens",
             info="The rarest tokens, which a switch runs natively instead of mapping them; 0: none",
+        )
+        made.native_layers = gr.Number(
+            DEFAULTS["native_layers"],
+            label="Native layers",
+            info="Lowest layers, which a switch runs natively instead of mapping them; 0: none",
+            precision=0,
+            minimum=0,
+            maximum=1024,
         )
         made.text = gr.Radio(
             [BUILT_IN, OWN, FINEWEB],

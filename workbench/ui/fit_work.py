@@ -88,32 +88,34 @@ def fit_and_save(
     post(("Reading the calibration text", 0.0))
     paths = [Path(name) for name in files]
     texts, name = calibration_texts(paths, options.sequences * options.length, should_stop)
-    with engine.model_lane(should_stop, tell=lambda text: post((text, 0.0))):
-        engine.load(host, SIDES[direction], tell)
-        with host.lane:
-            source, target = (host.model(side) for side in SIDES[direction])
-            tell(0.0, "Checking the gate")
-            clock.start()
-            passed = gate(target, cut_sequences(target.tokenizer, texts, options)[0][:64])
-            if not passed.ok:
-                raise WorkbenchError(
-                    f"{target.name} does not pass the gate: its own cache through the handoff path changes "
-                    f"its log-probabilities by up to {passed.max_abs_error:.3g}."
-                )
-            mapper, manifest, report = fit(
-                source,
-                target,
-                texts,
-                options,
-                direction=direction,
-                calibration=name,
-                progress=tell,
-                should_stop=should_stop,
-                state_file=out.parent / f".{out.name}.fit.safetensors" if keep else None,
-                resume=keep,
+    with (
+        engine.model_lane(should_stop, tell=lambda text: post((text, 0.0))),
+        engine.loaded(host, SIDES[direction], tell, should_stop),
+        host.lane,
+    ):
+        source, target = (host.model(side) for side in SIDES[direction])
+        tell(0.0, "Checking the gate")
+        clock.start()
+        passed = gate(target, cut_sequences(target.tokenizer, texts, options)[0][:64])
+        if not passed.ok:
+            raise WorkbenchError(
+                f"{target.name} does not pass the gate: its own cache through the handoff path changes "
+                f"its log-probabilities by up to {passed.max_abs_error:.3g}."
             )
-            if keep:
-                tell(1.0, "Saving")
-                save(out, mapper, manifest)
-                host.forget_mapper(direction)
+        mapper, manifest, report = fit(
+            source,
+            target,
+            texts,
+            options,
+            direction=direction,
+            calibration=name,
+            progress=tell,
+            should_stop=should_stop,
+            state_file=out.parent / f".{out.name}.fit.safetensors" if keep else None,
+            resume=keep,
+        )
+        if keep:
+            tell(1.0, "Saving")
+            save(out, mapper, manifest)
+            host.forget_mapper(direction)
     return host, passed, report

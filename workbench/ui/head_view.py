@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.ui.markup import bar, esc, number, table, term
+from workbench.words import lowest
 
 SOURCES_SHOWN = 8
 
@@ -207,10 +208,11 @@ def prediction_view(patches: Any) -> str:
     return table(head, rows, esc(caption)) + (native if patches.base_kl > 0 else "")
 
 
-def marks_view(marks: Any, kv_heads: int) -> str:
-    """What is marked, and what repairing it wins."""
+def marks_view(marks: Any, kv_heads: int, native: int = 0) -> str:
+    """What is marked, and what repairing it wins; `native` of the lowest layers run natively with this mapper."""
+    now = f" A switch with this mapper runs {lowest(native)} natively." if native else ""
     if marks is None or not marks.heads:
-        return '<p class="kv-note">Nothing is marked in this mapper.</p>'
+        return f'<p class="kv-note">Nothing is marked in this mapper.{now}</p>'
     names = ", ".join(f"{layer}.{head}" for layer, head in marks.heads)
     text = f"<b>{len(marks.heads)} marked</b> (layer.head): {esc(names)}."
     gain = marks.gain
@@ -226,7 +228,7 @@ def marks_view(marks: Any, kv_heads: int) -> str:
                 f" The lowest {gain.native_layers} of {gain.layers} layers are marked wholly: the target can run them "
                 f"natively over the context, for about {gain.native_layers / gain.layers:.0%} of a prefill."
             )
-    return f'<p class="kv-lead">{text}</p>'
+    return f'<p class="kv-lead">{text}{now}</p>'
 
 
 def kv_head(result: Any, metric: str, head: int) -> int:
@@ -245,6 +247,7 @@ def mappers_line(manifest: Mapping[str, Any]) -> str:
         f"ridge {manifest.get('ridge')}",
         str(manifest.get("objective")),
         "MLP" if manifest.get("hidden") else "",
+        f"{lowest(manifest['native_layers'])} native" if manifest.get("native_layers") else "",
         f"{tokens:,} tokens" if isinstance(tokens, int) else "",
     ]
     return ", ".join(bit for bit in bits if bit)

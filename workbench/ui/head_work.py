@@ -54,7 +54,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     try:
         data = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         return data if isinstance(data, dict) else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
@@ -276,3 +276,45 @@ def keep_marks(
     except WorkbenchError as error:
         return engine.sentence(error)
     return ""
+
+
+def native_now(folder: Path) -> int:
+    """How many of the lowest layers a switch with the mapper in a folder runs natively."""
+    layers = manifest_of(folder).get("native_layers")
+    return layers if type(layers) is int else 0
+
+
+def run_natively(engine: Engine, key: str | None, direction: str, label: str, layers: int) -> str:
+    """Save a mapper so that its lowest layers run natively, as the mapper in use where it came with the project.
+
+    Returns:
+        Its label from now on.
+
+    Raises:
+        WorkbenchError: one sentence that says why it cannot be done.
+    """
+    from workbench.lab.restore import run_natively
+    from workbench.models.catalog import PRECOMPUTED, own_artefact_folder
+
+    _, visit = visit_of(engine, key)
+    marks, folder = marks_of(engine, key, direction, label)
+    if engine.settings.public or not (folder / "manifest.json").is_file():
+        raise InputError("This mapper cannot be changed here.", "Run the page on a machine of your own.")
+    ref, out = engine.look(visit).ref, folder
+    if folder.resolve().is_relative_to(PRECOMPUTED.resolve()):
+        out = own_artefact_folder(ref, direction)
+        if out.exists():
+            raise InputError(
+                "You have a mapper of your own, which this one would replace.", "Choose that one and mark it."
+            )
+    run_natively(folder, out, layers, marks)
+    engine.host_of(visit).forget_mapper(direction)
+    for kind in ("latency", "quality", "compare", "mappers"):
+        visit.results.pop((ref.name, direction, kind), None)
+    labels = {path: name for name, path in mappers(engine, key, direction).items()}
+    again = labels.get(out, IN_USE)
+    for kind in ("heads", "patch"):  # what was measured of the map still holds
+        known = visit.results.get(place_of(ref.name, direction, kind, label))
+        if known is not None:
+            visit.results[place_of(ref.name, direction, kind, again)] = known
+    return again

@@ -19,7 +19,6 @@ from workbench.ui.head_marks import HeadMarks
 from workbench.ui.head_view import (
     head_view,
     kv_head,
-    marks_view,
     prediction_line,
     prediction_view,
     summary,
@@ -138,10 +137,10 @@ class HeadsTab:
         api = {"api_visibility": self.engine.settings.api_visibility}
         self.choice = [key, self.direction, self.mapper, self.metric, self.other, self.view]
         one = [self.head, *self.figures, self.tokens, self.menu]
-        shown = [
+        shown = self.shown = [
             self.mapper, self.metric, self.other, self.meaning, self.grid, self.other_name, self.other_grid,
             self.scale, self.origin, self.marks, self.curve, self.predicted, self.correlation, self.patch_origin,
-            self.status, *one,
+            self.status, self.marking.native, *one,
         ]  # fmt: skip
         for event in (
             tab.select, self.direction.change, self.metric.change, self.mapper.input, self.other.input, self.view.input,
@@ -180,7 +179,7 @@ class HeadsTab:
         """An empty tab."""
         blank = (self.meaning, self.other_name, self.scale, self.origin, self.head, self.tokens, self.marks,
                  self.predicted, self.patch_origin)  # fmt: skip
-        hidden = (*self.figures, self.curve, self.correlation)
+        hidden = (*self.figures, self.curve, self.correlation, self.marking.native)
         return {
             **dict.fromkeys(blank, ""),
             **dict.fromkeys(hidden, gr.update(visible=False)),
@@ -242,7 +241,7 @@ class HeadsTab:
             return {**self.nothing(), **predicted, self.meaning: notice(text), self.metric: metric}
         kind = METRICS[metric]
         pick = self.chosen_head(key, result, metric) or result.worst(metric)
-        marks, _ = work.marks_of(self.engine, key, direction, label)
+        marks, folder = work.marks_of(self.engine, key, direction, label)
         value = grid_value(result, metric, pick, marks.heads)
         second, name = None, ""
         if other != NONE:
@@ -268,7 +267,7 @@ class HeadsTab:
             self.other_grid: second,
             self.scale: scale_view(kind, value.get("diverging", False)),
             self.origin: provenance(result) + f'<p class="kv-note">{summary(result, metric)}</p>',
-            self.marks: marks_view(marks, result.kv_heads),
+            **self.marking.show(marks, folder, result.kv_heads),
             **predicted,
             **self.show_head(result, metric, pick, patches, marks),
         }

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from workbench.words import TERMS
+from workbench.words import TERMS, lowest
 
 SIDES = {"small": ("●", "small"), "large": ("◆", "large")}
 
@@ -37,6 +37,7 @@ PARTS = (
     ("map_rotate", "Rotate", "rotate"),
     ("map", "Mapping", "product"),
     ("anchors", "Anchors, native", "anchors"),
+    ("bottom", "Lowest layers, native", "prefill"),
     ("hold_back", "Last tokens, native", "hold"),
     ("ends", "First, rare and last tokens, native", "hold"),
     ("cache", "New cache", "other"),
@@ -228,7 +229,7 @@ def account_view(
         (
             f"run {term('native', 'natively')}",
             account.native,
-            ms(_sum(account.ms, "anchors", "hold_back", "ends", "prefill")),
+            ms(_sum(account.ms, "anchors", "bottom", "hold_back", "ends", "prefill")),
         ),
     ]
     if account.mapped_ahead:
@@ -246,6 +247,8 @@ def account_view(
     setting = f"{account.anchors} {term('anchors')}, {account.hold_back} {term('hold-back')}"
     if account.reread:
         setting += f", {number(int(account.reread))} rare tokens {term('re-read')}"
+    if account.native_layers:
+        setting += f", {term('native layers', lowest(account.native_layers))} run natively"
     return (
         '<section class="kv-account" aria-label="Account of the last switch"><div '
         f'class="kv-account-title">{title}</div>'

@@ -108,8 +108,10 @@ def measure(
             post((text, share))
 
         post(("Waiting for the model", None))
-        with engine.model_lane(stop, visit, lambda text: post((text, None))) as step_aside:
-            engine.load(host, SIDES[direction], tell)
+        with (
+            engine.model_lane(stop, visit, lambda text: post((text, None))) as step_aside,
+            engine.loaded(host, SIDES[direction], tell, should_stop),
+        ):
             post(("Starting", 0.0))
             last = None
             for item in start(host, should_stop):

@@ -12,6 +12,7 @@ from workbench.ui.export import figure_export
 from workbench.ui.markup import esc, notice, number, provenance, table, term
 from workbench.ui.measuring import QUICK, measure, saved, wire_job
 from workbench.ui.theme import html
+from workbench.ui.variants import VariantsPart
 
 GRID = [(4, 16), (0, 1), (4, 1), (4, 32)]
 
@@ -21,6 +22,7 @@ class QualityTab:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.variants = VariantsPart(engine)
 
     def build(self, key: gr.State) -> Any:
         """Lays the tab out; returns the tab."""
@@ -81,6 +83,8 @@ class QualityTab:
             self.curve_lead = html("", elem_id="kv-quality-curve-lead")
             self.curve_figure = gr.Plot(show_label=False, visible=False, elem_id="kv-quality-curve-figure")
             figure_export(self.engine, "mappers").build(key, [self.direction])
+            self.variants.build(key, self.direction)
+        self.variants.wire(key, tab)
         api = {"api_visibility": self.engine.settings.api_visibility}
         shown = [
             self.task_lead, self.task_figure, self.tasks, self.lead, self.figure, self.origin, self.arms,

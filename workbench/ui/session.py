@@ -116,10 +116,10 @@ class Visits:
             keys = [key for key, visit in self._visits.items() if tab and visit.tab == tab]
         return keys[-1] if keys else None
 
-    def idle(self) -> list[Visit]:
-        """Visits that run nothing, longest unused first."""
+    def by_need(self) -> list[Visit]:
+        """All visits, longest unused first, those that have asked for something after those that have not."""
         with self._lock:
-            return [visit for visit in self._visits.values() if not visit.busy and visit.pending is None]
+            return sorted(self._visits.values(), key=lambda visit: visit.busy or visit.pending is not None)
 
     def all(self) -> list[Visit]:
         """All visits."""

@@ -26,6 +26,7 @@ from workbench.lab.results.patch import HeadPatches
 from workbench.lab.results.quality import ARMS, Arm, Evaluation, Setting
 from workbench.lab.results.recording import RecordedTurn, Recording
 from workbench.lab.results.tasks import TASKS, TaskArm, TaskResult, TaskScores
+from workbench.lab.results.variants import Variant, Variants
 
 __all__ = [
     "ARMS",
@@ -55,6 +56,8 @@ __all__ = [
     "TaskArm",
     "TaskResult",
     "TaskScores",
+    "Variant",
+    "Variants",
     "as_precomputed",
     "finish",
 ]
@@ -71,6 +74,7 @@ KINDS: dict[str, Any] = {
     "mappers": MapperTable,
     "quality": Evaluation,
     "recording": Recording,
+    "variants": Variants,
 }
 """Kind of a saved result (the name of its file) -> the class that reads it."""
 

@@ -32,7 +32,8 @@ class MapperEntry:
         form: what kind of mapper it is, for people.
         fitted_tokens: how many tokens it was fitted on, None when unknown.
         reread_share: share of the context's tokens that were rare and run natively instead of mapped: each costs what a
-            token of a prefill costs, so `cost_share` is this and `map_flops_share` together.
+            token of a prefill costs.
+        native_share: operations of the lowest layers that run natively, over those of the prefill.
     """
 
     kl: Figure
@@ -47,11 +48,12 @@ class MapperEntry:
     form: str = ""
     fitted_tokens: int | None = None
     reread_share: float = 0.0
+    native_share: float = 0.0
 
     @property
     def cost_share(self) -> float:
-        """What mapping and re-reading cost, as a share of the target's prefill."""
-        return self.map_flops_share + self.reread_share
+        """What mapping, re-reading and native layers cost together, as a share of the target's prefill."""
+        return self.map_flops_share + self.reread_share + self.native_share
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ class MapperTable:
                 "provenance": self.provenance.to_json(),
                 "units": {
                     "kl": "nats per token", "ce": "nats per token", "top1": "share", "gap_recovered": "share",
-                    "map_flops_share": "share", "reread_share": "share", "map_ms": "milliseconds",
-                    "artefact_mb": "millions of bytes",
+                    "map_flops_share": "share", "reread_share": "share", "native_share": "share",
+                    "map_ms": "milliseconds", "artefact_mb": "millions of bytes",
                 },
             }
         )  # fmt: skip
@@ -145,7 +147,7 @@ def _from_json(data: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in data.items() if name != "ci"}
     for name in FIGURES:
         values[name] = Figure(number(data[name]), *map(number, data["ci"][name]))
-    for name in ("map_flops_share", "reread_share", "map_ms", "artefact_mb"):
+    for name in ("map_flops_share", "reread_share", "native_share", "map_ms", "artefact_mb"):
         if name in values:
             values[name] = number(values[name])
     return values
