@@ -109,7 +109,7 @@ def test_files(format: str) -> None:
         assert made["height"] > 100 and json.loads(made["figure"])["data"]
 
 
-def test_every_pair_and_direction_is_found_and_a_page_without_results_stays_empty(
+def test_every_pair_and_direction_is_found_and_a_page_without_results_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = SimpleNamespace(name="other")
@@ -138,4 +138,4 @@ def test_every_pair_and_direction_is_found_and_a_page_without_results_stays_empt
     mine.clear()
     places.clear()
     shown = tab.open(None, "cosine", "nonsense")
-    assert not shown["figure"]["visible"] and shown["table"] == shown["lead"] == ""
+    assert not shown["figure"]["visible"] and not shown["table"] and "Not measured yet" in shown["lead"]

@@ -17,6 +17,11 @@ from workbench.ui.markup import esc, notice, number, provenance, table, term
 from workbench.ui.measuring import QUICK, saved, visit_of
 from workbench.ui.theme import html
 
+HEADING = '<h2 class="kv-section">Does a diagnostic foretell what is kept?</h2>'
+EMPTY = (
+    '<p class="kv-lead">Not measured yet. <code>python -m workbench variants --save</code> fits some 20 mappers of this '
+    "pair from one reading, and holds what the head metrics say of each against what the target keeps.</p>"
+)
 KEPT = {RETENTION: "Retention in recall tasks", CLOSENESS: "KL of following text"}
 
 
@@ -57,7 +62,7 @@ class VariantsPart:
         told = "".join(notice(problem, "warn") for problem in problems)
         if not groups:
             return {
-                self.lead: told,
+                self.lead: f"{HEADING}{EMPTY}{told}",
                 self.menus: gr.update(visible=False),
                 self.figure: gr.update(visible=False),
                 self.origin: "",
@@ -139,9 +144,7 @@ def lead(groups: Sequence[Any], outcome: str) -> str:
         )
     else:
         text += " There are too few mappers here to say which metric foretells it."
-    return (
-        f'<h2 class="kv-section">Does a diagnostic foretell what is kept?</h2><p class="kv-lead">{text}</p>'
-    )
+    return f'{HEADING}<p class="kv-lead">{text}</p>'
 
 
 def view(groups: Sequence[Any], outcome: str) -> str:
