@@ -1,7 +1,7 @@
 """Fitting a mapper: calibration text -> captured caches -> moments -> closed form -> `KVMapper` and its manifest.
 
 `workbench.kv.gather` reads the text with both models. Then, for keys and values of every target layer, source layers and
-ridge are chosen by tokens that are held out for that, and the map is solved: one matrix per target layer
+ridge are chosen by tokens that are held out for that, and `workbench.kv.solve` solves the map: one matrix per target layer
 (`workbench.kv.ridge`), or with `rank` a low-rank map that all target layers share (`workbench.kv.lowrank`), in the plain
 metric or in one that knows attention (`workbench.kv.attention`). An MLP (`workbench.kv.mlp`) and a few hundred steps of
 gradient descent (`workbench.kv.polish`) can follow. Last, token ids are counted, so that rare tokens can be re-read at a
