@@ -56,7 +56,12 @@ def take(browser: Any, url: str) -> None:
         ("first", "", WIDE, ".kv-card"),
         ("heads", "?tab=heads", WIDE, ".kv-grid button"),
         ("coder-heads", "?pair=qwen2.5-coder-0.5b-1.5b&tab=heads", WIDE, ".kv-grid button"),
-        ("coder-latency", "?pair=qwen2.5-coder-0.5b-1.5b&tab=latency", WIDE, "#kv-latency-figure .plot-container"),
+        (
+            "coder-latency",
+            "?pair=qwen2.5-coder-0.5b-1.5b&tab=latency",
+            WIDE,
+            "#kv-latency-figure .plot-container",
+        ),
         ("present", "?view=present&step=6", STAGE, ".kv-slide:not([hidden])"),
     ):
         context = browser.new_context(viewport=size, color_scheme="light")

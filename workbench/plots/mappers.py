@@ -39,7 +39,7 @@ def _table(table: MapperTable) -> go.Figure:
             mode="markers+text",
             name=safe(TITLES.get(name, name)),
             text=[safe(TITLES.get(name, name))],
-            textposition="top center",
+            textposition="middle left",  # beside the whisker; two at one height stay apart
             marker={"size": 12, "color": colour},
             error_y={
                 "type": "data",
@@ -60,7 +60,7 @@ def _table(table: MapperTable) -> go.Figure:
         )
     layout(fig, "What is lost against what mapping costs", height=380)
     fig.update_xaxes(
-        title="mapping, re-reading and native layers, % of the target's prefill", rangemode="tozero"
+        title="mapping, re-reading, native layers:<br>% of the target's prefill", rangemode="tozero"
     )
     fig.update_yaxes(title="KL to native, nats (log)", type="log")
     return fig

@@ -130,6 +130,10 @@ class FitTab:
             **api,
         )
 
+    def chosen(self, ref: Any) -> dict[Any, Any]:
+        """The menu at the pair that an address names, where it can be chosen here."""
+        return {self.pair: ref.name} if ref.name in self._pairs() else {}
+
     def _pairs(self) -> dict[str, Any]:
         from workbench.models.catalog import PAIRS
 

@@ -26,7 +26,7 @@ def verdict_view(found: Any, have: list[str], licences: list[str], fetched: bool
         fetched: whether the hub was asked.
     """
     if found.compatible is None:
-        more = "" if fetched else " “Check this pair” looks for the configs on the model hub."
+        more = "" if fetched else " “Check this pair” looks further."
         return notice(f"Not known yet: {found.reason}{more}")
     if not found.compatible:
         return notice(f"These two cannot be paired: {found.reason}", "warn")

@@ -107,7 +107,12 @@ class HeadsTab:
         """One head: a menu, all its numbers, its figures, its marks."""
         with gr.Row(equal_height=True):
             self.menu = gr.Dropdown(
-                [], value=None, label="Open a head", allow_custom_value=True, elem_id="kv-heads-menu"
+                [],
+                value=None,
+                label="Open a head",
+                allow_custom_value=True,
+                min_width=220,
+                elem_id="kv-heads-menu",
             )
             self.marking = HeadMarks(self)
             self.marking.build()

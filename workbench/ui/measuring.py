@@ -62,7 +62,8 @@ def saved(engine: Engine, key: str | None, direction: str, kind: str) -> tuple[A
     except WorkbenchError as error:
         return None, engine.sentence(error)
     if found is None:
-        return None, f"Nothing was precomputed for {pair.title}, {direction}. Measure it here."
+        way = ARROWS.get(direction, direction)
+        return None, f"Nothing was measured yet for {pair.title}, {way}. “Measure here” does it."
     return found, ""
 
 

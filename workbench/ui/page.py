@@ -107,7 +107,9 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
             assert visit is not None
             link = links.read(request.query_params, tuple(made))
             link.choose(engine, visit)
-            opened = {tabs: gr.Tabs(selected=link.tab)} if link.tab else {}
+            opened: dict[Any, Any] = {tabs: gr.Tabs(selected=link.tab)} if link.tab else {}
+            if link.pair is not None:
+                opened |= fit.chosen(link.pair)
             replayed = {recorded: recording_of(visit)}
             yield {key: own, **chat.everything(visit), **opened, **link.values(measuring), **replayed}
             engine.warm_up()
@@ -119,7 +121,7 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
         demo.load(
             arrive,
             None,
-            [key, tabs, recorded, *links.outputs(measuring), *shown],
+            [key, tabs, recorded, fit.pair, *links.outputs(measuring), *shown],
             api_name="arrive",
             queue=True,
             show_progress="hidden",

@@ -14,7 +14,7 @@ import gradio as gr
 
 from workbench.lab.summary import Run, gather
 from workbench.models.catalog import source_side, target_side
-from workbench.ui import chat_view
+from workbench.ui import chat_view, links
 from workbench.ui.engine import Engine
 from workbench.ui.measuring import MODEL, QUICK, measure, results_folder, visit_of
 from workbench.ui.replay import replay_value, script
@@ -61,9 +61,11 @@ class Stage:
         self.stage.live(self.live, [key], [self.carrier], api_name="live_stage", **MODEL, **api)
         self.stage.halt(self.halt, [key], None, api_name="halt_stage", **QUICK, **api)
 
-    def open(self, key: str | None) -> dict[str, Any]:
+    def open(self, key: str | None, request: gr.Request | None = None) -> dict[str, Any]:
         """The slides, when the presentation is asked for."""
         _, visit = visit_of(self.engine, key)
+        if key is None and request is not None:  # opened by its address, before the page has read the rest
+            links.read(request.query_params, ()).choose(self.engine, visit)
         run, direction = self.run(visit)
         del direction
         loaded = len(self.engine.look(visit).loaded) == 2

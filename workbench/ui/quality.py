@@ -54,7 +54,7 @@ class QualityTab:
                     0,
                     step=4,
                     label="Items a task",
-                    info="Five tasks, all controls. 0: likelihoods only. The saved figures have 300.",
+                    info="Five tasks, all controls. 0: likelihoods only.",
                 )
                 self.grid = gr.Checkbox(
                     False,
@@ -279,7 +279,7 @@ def tasks_view(scores: Any) -> str:
     )
     return (
         table(head, rows, caption)
-        + (f'<ul class="kv-note">{absent}</ul>' if absent else "")
+        + (f'<ul class="kv-note kv-facts">{absent}</ul>' if absent else "")
         + provenance(scores)
     )
 

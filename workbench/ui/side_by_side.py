@@ -37,6 +37,7 @@ SAMPLE = (
     "answer. So the teacher wrote to the county archive, and after three weeks a letter came back. It said "
     "that"
 )
+CONTEXT_END = 160  # characters
 
 
 class SideTab:
@@ -167,7 +168,7 @@ class SideTab:
         return {
             self.status: "",
             self.columns: columns_view(result),
-            self.summary: summary_view(result),
+            self.summary: context_view(result) + summary_view(result),
             self.figure: gr.update(value=figure, visible=True),
             self.origin: f'<p class="kv-sr">{esc(plots.describe(result))}</p>{provenance(result)}',
         }
@@ -222,6 +223,13 @@ def columns_view(result: Any, direction: str = "up") -> str:
             f'<div class="kv-text" dir="auto">{text}</div></section>'
         )
     return f'<div class="kv-columns">{"".join(cards)}</div>'
+
+
+def context_view(result: Any) -> str:
+    """The end of the text that the columns continue; the field above may hold another one by now."""
+    end = " ".join(result.context.split())
+    end = f"… {end[-CONTEXT_END:]}" if len(end) > CONTEXT_END else end
+    return f'<p class="kv-note" dir="auto">Continued from: “{esc(end)}”</p>' if end else ""
 
 
 def summary_view(result: Any) -> str:

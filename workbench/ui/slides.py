@@ -72,7 +72,7 @@ def mapping(run: Run) -> str:
     """2: which layers of the source each layer of the target is computed from."""
     chosen = run.manifest.get("key_layers")
     if not chosen:
-        return missing("heads", "There is no mapper for this pair yet.", "fit")
+        return missing("heads", "No mapper of this pair is kept here.", "fit")
     held = run.manifest.get("held_out", {})
     tokens = run.manifest.get("calibration", {}).get("tokens")
     layers = sorted({layer for each in chosen for layer in each})
@@ -245,21 +245,22 @@ def savings(run: Run) -> str:
         f'<div class="kv-stat"><b>{cell.ratio:.1f}×</b><span>{number(cell.tokens)} tokens</span></div>'
         for cell in bench.cells
     )
-    kept = ""
+    kept = origin = ""
     if quality is not None:
         main = quality.settings[0]
         kept = (
             f"<p><b>{main.gap_recovered.value:.0%}</b> of what the context is worth survives ({term('gap recovered')}); "
             f"{term('KL')} <b>{number(main.arms['mapped'].kl.value)}</b> nats.</p>"
         )
+        origin = provenance(quality)
     even = bench.break_even
     pays = "" if even is None else f" It pays from about {number(int(even))} tokens on." if even else ""
     return (
         f"<h2><b>{longest.ratio:.1f} times</b> faster at {number(longest.tokens)} tokens, everything counted.</h2>"
         f'<div class="kv-bars kv-slide-wide">{rows}</div><ul class="kv-legend">{legend}</ul>'
         f'<div class="kv-stats kv-slide-wide">{ratios}</div>'
-        f"<p>The handoff counts {term('anchors')}, mapping, {term('hold-back')} and the first logits.{pays}</p>{kept}"
-        f"{provenance(bench)}"
+        f"<p>The handoff counts {term('anchors')}, mapping, {term('hold-back')} and the first logits.{pays}</p>"
+        f"{provenance(bench)}{kept}{origin}"
     )
 
 
