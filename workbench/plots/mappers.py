@@ -29,7 +29,7 @@ def mappers(table: MapperTable, part: str = "table") -> go.Figure:
 
 def _table(table: MapperTable) -> go.Figure:
     fig = go.Figure()
-    for name, entry in table.mappers.items():
+    for index, (name, entry) in enumerate(table.mappers.items()):
         colour = {"default": BLUE, "best": GREEN}.get(
             name, VERMILION if name.startswith("recipe") else ORANGE
         )
@@ -39,7 +39,9 @@ def _table(table: MapperTable) -> go.Figure:
             mode="markers+text",
             name=safe(TITLES.get(name, name)),
             text=[safe(TITLES.get(name, name))],
-            textposition="middle left",  # beside the whisker; two at one height stay apart
+            textposition=("top left", "bottom left")[
+                index % 2
+            ],  # beside the whisker; two at one height stay apart
             marker={"size": 12, "color": colour},
             error_y={
                 "type": "data",
@@ -58,7 +60,7 @@ def _table(table: MapperTable) -> go.Figure:
             hoverinfo="text",
             showlegend=False,
         )
-    layout(fig, "What is lost against what mapping costs", height=380)
+    layout(fig, "What is lost, and what it costs", height=380)
     fig.update_xaxes(
         title="mapping, re-reading, native layers:<br>% of the target's prefill", rangemode="tozero"
     )

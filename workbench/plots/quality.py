@@ -52,7 +52,7 @@ def quality(result: Evaluation, setting: int = 0) -> go.Figure:
         )
     line = {"color": VERMILION, "dash": "dot", "width": 1}
     fig.add_vline(x=arms["native"].ce.value, line=line, row=1, col=1)
-    layout(fig, "Is the following text still as likely?", height=140 + 40 * len(names))
+    layout(fig, "Is following text as likely?", height=140 + 40 * len(names))
     fig.update_layout(margin={"t": 90})  # two lines above each half, so that they fit a phone
     fig.update_yaxes(autorange="reversed", showgrid=False)
     fig.update_annotations(font={"color": TEXT, "size": 13})
