@@ -20,7 +20,7 @@ from workbench.errors import InputError
 from workbench.lab import tables
 from workbench.lab.results import KINDS, HeadMaps, Recording, as_precomputed
 from workbench.lab.summary import KeyFigure, Run, gather, key_figures
-from workbench.words import TERMS
+from workbench.words import ARROWS, TERMS
 
 __all__ = ["CITATIONS", "MARKER", "figure_page", "gather", "load_other", "on_paper", "render"]
 
@@ -136,13 +136,12 @@ def esc(text: object) -> str:
 
 
 def _head(run: Run, other: Run | None, other_name: str) -> str:
-    arrow = "small → large" if run.direction == "up" else "large → small"
     origin = run.provenance
     models = f"{esc(origin.source)} → {esc(origin.target)}" if origin else ""
     beside = f" Beside it: {esc(other_name)} ({esc(other.title)}, {esc(other.direction)})." if other else ""
     problems = "".join(f"<p><b>{esc(problem)}</b></p>" for problem in run.problems)
     return (
-        f"<header><h1>{esc(run.title)}</h1><p>{arrow}: {models}.{beside}</p>"
+        f"<header><h1>{esc(run.title)}</h1><p>{ARROWS[run.direction]}: {models}.{beside}</p>"
         "<p class=\"note\">One model's KV cache is mapped to the other's, so that it can go on with a "
         "conversation without reading it again. This file is complete in itself: data, machine, mapper and "
         f"definitions are all below.</p>{problems}</header>"

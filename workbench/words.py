@@ -56,6 +56,9 @@ TERMS: dict[str, str] = {
 }
 """Term -> one plain sentence or two."""
 
+ARROWS = {"up": "small → large", "down": "large → small"}
+"""The two directions, as they stand on screens and in reports."""
+
 
 def lowest(layers: int) -> str:
     """So many lowest layers, in words."""

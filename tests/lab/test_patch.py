@@ -22,8 +22,9 @@ from workbench.lab.attribution import estimated_gains
 from workbench.lab.branches import Branches, cells
 from workbench.lab.corpus import passages
 from workbench.lab.likelihood import kl_divergence
-from workbench.lab.patch import PatchOptions, spearman
+from workbench.lab.patch import PatchOptions
 from workbench.lab.results import Step, finish
+from workbench.lab.results.correlation import spearman
 from workbench.lab.results.patch import HeadPatches
 from workbench.models.loading import LoadedModel, wrap
 from workbench.models.pair import PairHost

@@ -21,7 +21,8 @@ from workbench.kv import artefact
 from workbench.lab import heads, mappers, scores, variant_fits, variants
 from workbench.lab.provenance import load_result
 from workbench.lab.results import KINDS, Figure, Step, Variant, Variants, finish
-from workbench.lab.results.variants import best, correlation, correlations, ranks
+from workbench.lab.results.correlation import ranks
+from workbench.lab.results.variants import best, correlation, correlations
 from workbench.models.pair import PairHost
 
 
@@ -141,12 +142,12 @@ def test_the_best_metric_points_the_right_way_and_re_reading_does_not_count() ->
 def test_fits_come_from_one_reading_an_objective_and_are_kept(
     host: PairHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(variant_fits, "documents", lambda kind: texts(8))
+    monkeypatch.setattr(mappers, "documents", lambda kind: texts(8))
     fitted = {name: variant_fits.FITTED[name] for name in ("k1", "ridge_1", "rank_32", "plain_k1")}
     monkeypatch.setattr(variant_fits, "FITTED", fitted)
     sums: list[Path] = []
-    real = variant_fits.fit
-    monkeypatch.setattr(variant_fits, "fit", lambda *a, **k: sums.append(k["state_file"]) or real(*a, **k))
+    real = mappers.fit
+    monkeypatch.setattr(mappers, "fit", lambda *a, **k: sums.append(k["state_file"]) or real(*a, **k))
     own = replace(host.mapper("up")[0], familiar=(1, 2, 3), native_layers=1)
     reading = PairHost.from_models(host.model("small"), host.model("large"), {"up": (own, None)})
     found = variant_fits.candidates(reading, "up", tmp_path, sequences=8)
@@ -176,7 +177,7 @@ def test_noise_is_as_large_as_it_says_and_the_same_every_time(host: PairHost) ->
 def test_the_command(host: PairHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV_WORKBENCH_HOME", str(tmp_path))
     monkeypatch.setattr(common, "host_from_args", lambda args: (host, "up"))
-    monkeypatch.setattr(variant_fits, "documents", lambda kind: texts(8))
+    monkeypatch.setattr(mappers, "documents", lambda kind: texts(8))
     monkeypatch.setattr(variants, "documents", lambda kind: stories(9))
     monkeypatch.setattr(variants, "LENGTH", 40)
     monkeypatch.setattr(variant_fits, "FITTED", {"k1": {"top_k": 1}})

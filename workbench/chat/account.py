@@ -113,17 +113,14 @@ class Clock:
 
     def __init__(self) -> None:
         """Starts."""
-        """Starts."""
         self._start = self._last = perf_counter()
 
     def lap(self) -> float:
-        """Since the last lap."""
         """Since the last lap."""
         now = perf_counter()
         since, self._last = (now - self._last) * 1e3, now
         return since
 
     def total(self) -> float:
-        """Since the start."""
         """Since the start."""
         return (perf_counter() - self._start) * 1e3

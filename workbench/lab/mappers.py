@@ -104,16 +104,31 @@ def contestants(
         folder = folders.get(name, keep / name)
         if name not in folders and not (folder / artefact.MANIFEST).is_file():
             options = _options(name, own, sequences)
-            texts = [document.text for document in documents("calibration")]
-            fitted, manifest, _ = fit(
-                source, target, texts, options, direction=direction, calibration="built-in calibration text",
-                progress=progress, should_stop=should_stop, state_file=keep / f"{options.features}.sums",
-                resume=True, keep_state=True,
-            )  # fmt: skip
-            artefact.save(folder, fitted, manifest)
+            fit_and_keep(
+                host, direction, folder, options, keep / f"{options.features}.sums", progress, should_stop
+            )
         mapper, manifest = artefact.load(folder, source.identity, target.identity, direction)
         found.append(Contestant(name, mapper.to(target.dtype, target.layer_devices), manifest))
     return found
+
+
+def fit_and_keep(
+    host: PairHost,
+    direction: str,
+    folder: Path,
+    options: FitOptions,
+    sums: Path,
+    progress: Callable[[float, str], None] | None = None,
+    should_stop: ShouldStop = None,
+) -> None:
+    """Fit on the built-in calibration text and save; what was read stays in `sums` for fits with the same reading."""
+    source, target = models_of(host, direction)
+    texts = [document.text for document in documents("calibration")]
+    fitted, manifest, _ = fit(
+        source, target, texts, options, direction=direction, calibration="built-in calibration text", progress=progress,
+        should_stop=should_stop, state_file=sums, resume=True, keep_state=True,
+    )  # fmt: skip
+    artefact.save(folder, fitted, manifest)
 
 
 def _options(name: str, default: KVMapper, sequences: int) -> FitOptions:

@@ -34,6 +34,7 @@ from workbench.lab.branches import Branches, Exchange, cells
 from workbench.lab.corpus import Document, Passage, documents, passages
 from workbench.lab.provenance import models_of, trace, write_text
 from workbench.lab.results.common import Step
+from workbench.lab.results.correlation import spearman
 from workbench.lab.results.heads import CHEAP, METRICS, HeadMaps
 from workbench.lab.results.patch import CAUSAL, KINDS, RANDOM, SHARES, HeadPatches, Prediction
 
@@ -344,21 +345,6 @@ def predict(
 def cheap(metrics: HeadMaps) -> list[str]:
     """The metrics that were not found by intervention."""
     return [name for name in metrics.metrics if name in CHEAP]
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation, equal values share their mean rank; NaN when one of them does not vary."""
-    x, y = ranks(a.ravel()), ranks(b.ravel())
-    x, y = x - x.mean(), y - y.mean()
-    scale = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / scale if scale > 0 else float("nan")
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """0, 1, … in ascending order; equal values get the mean of their places."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return ((last - counts + last - 1) / 2)[inverse]
 
 
 def _fingerprint(mapper: KVMapper, manifest: Any) -> str:

@@ -121,7 +121,7 @@ def _quality(result: Evaluation) -> Rows:
             row: list[Any] = [setting.anchors, setting.hold_back, name, arm.n]
             for measure in ("ce", "kl", "top1"):
                 figure = getattr(arm, measure)
-                row += [figure.value, figure.low, figure.high]
+                row += figure.to_json()
             body.append(row)
     return head, body
 
@@ -138,7 +138,7 @@ def _variants(result: Variants) -> Rows:
         row: list[Any] = [result.provenance.pair, result.provenance.direction, one.name, one.reread]
         row += [one.settings.get(name) for name in settings]
         for figure in (one.retention, one.kl, one.gap_recovered):
-            row += [figure.value, figure.low, figure.high]
+            row += figure.to_json()
         body.append(row + [one.metrics.get(name) for name in metrics])
     return [*head, *metrics], body
 

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from workbench.kv import artefact
-from workbench.kv.fit import fit
 from workbench.kv.mapper import KVMapper
 from workbench.kv.options import FitOptions
-from workbench.lab.corpus import documents
+from workbench.lab.mappers import fit_and_keep
 from workbench.lab.provenance import models_of
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ def candidates(
     """
     source, target = models_of(host, direction)
     own, manifest = host.mapper(direction)
-    texts = [document.text for document in documents("calibration")]
     common = FitOptions(
         sequences, ridge=0.01, anchors=own.anchors, hold_back=own.hold_back, selection="ranked", objective="attention",
         features="own", rank=0, mlp=0, polish=0, reread=0.0,
@@ -98,12 +96,9 @@ def candidates(
                 if progress:
                     progress(share + part / len(FITTED), f"{name}: {text}")
 
-            fitted, about, _ = fit(
-                source, target, texts, options, direction=direction, calibration="built-in calibration text",
-                progress=tell, should_stop=should_stop, state_file=keep / f"{options.objective}.sums", resume=True,
-                keep_state=True,
-            )  # fmt: skip
-            artefact.save(folder, fitted, about)
+            fit_and_keep(
+                host, direction, folder, options, keep / f"{options.objective}.sums", tell, should_stop
+            )
         mapper, _ = artefact.load(folder, source.identity, target.identity, direction)
         settings = {
             "k": min(change["top_k"], source.spec.layers), "ridge": options.ridge, "rank": options.rank,

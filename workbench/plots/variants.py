@@ -8,6 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from workbench.lab.results.common import jsonable
 from workbench.lab.results.heads import METRICS
 from workbench.lab.results.variants import (
     CLOSENESS,
@@ -19,10 +20,10 @@ from workbench.lab.results.variants import (
     correlations,
 )
 from workbench.plots.style import BLUE, GREEN, ORANGE, PURPLE, SKY, TEXT, VERMILION, layout, safe
+from workbench.words import ARROWS
 
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, SKY, PURPLE)
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "star")
-ARROWS = {"up": "small → large", "down": "large → small"}
 TITLES = {RETENTION: "retention", CLOSENESS: "KL to native, nats (less is higher up)"}
 
 
@@ -45,8 +46,8 @@ def variants(
         shown = [one for one in group.variants if metric in one.metrics]
         figures = [one.retention if outcome == RETENTION else one.kl for one in shown]
         fig.add_scatter(
-            x=[_known(one.metrics[metric]) for one in shown],
-            y=[_known(entry.value) for entry in figures],
+            x=[jsonable(one.metrics[metric]) for one in shown],
+            y=[jsonable(entry.value) for entry in figures],
             mode="markers",
             name=safe(name_of(group), 60),
             marker={
@@ -57,8 +58,8 @@ def variants(
             },
             error_y={
                 "type": "data",
-                "array": [_known(entry.high - entry.value) for entry in figures],
-                "arrayminus": [_known(entry.value - entry.low) for entry in figures],
+                "array": [jsonable(entry.high - entry.value) for entry in figures],
+                "arrayminus": [jsonable(entry.value - entry.low) for entry in figures],
                 "color": TEXT,
                 "thickness": 0.7,
                 "width": 0,
@@ -156,7 +157,3 @@ def _hover(group: Variants, one: Variant, metric: str) -> str:
 
 def _groups(found: Variants | Sequence[Variants]) -> list[Variants]:
     return [found] if isinstance(found, Variants) else list(found)
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -235,8 +235,8 @@ DECISIONS = {
 def approval_view(engine: Any, visit: Any) -> str:
     """A badge a direction: whether this mapper reached its bars; the record's sentence on hover and focus."""
     from workbench.approval import load_approval
-    from workbench.ui.engine import ARROWS
     from workbench.ui.measuring import results_folder
+    from workbench.words import ARROWS
 
     badges = []
     for direction, arrow in ARROWS.items():

@@ -23,7 +23,6 @@ log = logging.getLogger("workbench.ui")
 
 MAX_HOSTS = 2  # pairs held in memory: the one the page started with and one more
 SIDES = {"up": ("small", "large"), "down": ("large", "small")}
-ARROWS = {"up": "small → large", "down": "large → small"}
 _importing = threading.Lock()
 DROPPED = (
     "To make room, the server has freed this chat's caches. Nothing that was said is lost; the model reads "

@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 
 from workbench.errors import Cancelled, InputError, WorkbenchError
-from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.engine import Engine
 from workbench.ui.fit_form import BUILT_IN, FINEWEB, OWN, more_options, number_or_word
 from workbench.ui.fit_view import estimate_view, report_view, verdict_view
 from workbench.ui.fit_work import fit_and_save
@@ -17,6 +17,7 @@ from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.markup import notice, progress, term
 from workbench.ui.measuring import QUICK, direction_choice, run_and_stop, take_flag, visit_of, wire_job
 from workbench.ui.theme import html
+from workbench.words import ARROWS
 
 TYPED = "(two models of my own)"
 

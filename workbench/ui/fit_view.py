@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.ui.engine import ARROWS
 from workbench.ui.markup import esc, notice, number, table, term
+from workbench.words import ARROWS
 
 SHOWN = (
     ("family", "family"),

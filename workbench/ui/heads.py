@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from workbench.ui import head_work as work
-from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.engine import Engine
 from workbench.ui.export import figure_export
 from workbench.ui.head_grid import difference_value, grid_value, scale_view
 from workbench.ui.head_marks import HeadMarks
@@ -27,6 +27,7 @@ from workbench.ui.head_view import (
 from workbench.ui.markup import esc, notice, provenance, term
 from workbench.ui.measuring import QUICK, measure, visit_of, wire_job
 from workbench.ui.theme import ASSETS, html
+from workbench.words import ARROWS
 
 GRID = '<div class="kv-gridbox"><div class="kv-grid" role="grid"></div></div>'
 NONE = "no other mapper"

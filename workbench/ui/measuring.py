@@ -11,11 +11,12 @@ import gradio as gr
 from gradio.context import LocalContext
 
 from workbench.errors import Cancelled, InputError, WorkbenchError
-from workbench.ui.engine import ARROWS, SIDES, Engine
+from workbench.ui.engine import SIDES, Engine
 from workbench.ui.guard import from_before
 from workbench.ui.jobs import Done, StopFlag, run_job
 from workbench.ui.markup import notice, progress
 from workbench.ui.session import Visit
+from workbench.words import ARROWS
 
 # The lane decides whose turn it is and who is turned away; handlers that wait for it only poll.
 MODEL = {"concurrency_id": "model", "concurrency_limit": None, "show_progress": "hidden"}

@@ -7,12 +7,13 @@ from typing import Any
 
 import gradio as gr
 
-from workbench.ui.engine import ARROWS, Engine
+from workbench.ui.engine import Engine
 from workbench.ui.export import figure_export
 from workbench.ui.markup import esc, notice, number, provenance, table, term
 from workbench.ui.measuring import QUICK, measure, saved, wire_job
 from workbench.ui.theme import html
 from workbench.ui.variants import VariantsPart
+from workbench.words import ARROWS
 
 GRID = [(4, 16), (0, 1), (4, 1), (4, 32)]
 

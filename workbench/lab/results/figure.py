@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from workbench.lab.results.common import number
 
 
 @dataclass(frozen=True)
@@ -12,3 +15,12 @@ class Figure:
     value: float
     low: float
     high: float
+
+    def to_json(self) -> list[float]:
+        """[value, low, high]."""
+        return [self.value, self.low, self.high]
+
+    @classmethod
+    def from_json(cls, values: Sequence[float | None]) -> Figure:
+        """The inverse of `to_json`; null is NaN."""
+        return cls(*map(number, values))

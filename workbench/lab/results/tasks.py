@@ -131,9 +131,9 @@ class TaskResult:
         return {
             "chance": self.chance,
             "informative": self.informative,
-            "retention": _figure(self.retention),
-            "retention_floor": _figure(self.retention_floor),
-            "source_gap": _figure(self.source_gap),
+            "retention": self.retention.to_json(),
+            "retention_floor": self.retention_floor.to_json(),
+            "source_gap": None if self.source_gap is None else self.source_gap.to_json(),
             "p_value": self.p_value,
             "depths": [round(depth, 4) for depth in self.depths],
             "sha256": self.sha256,
@@ -147,17 +147,13 @@ class TaskResult:
             arms={name: TaskArm.from_json(arm) for name, arm in arms.items()},
             chance=number(detail["chance"]),
             informative=bool(detail["informative"]),
-            retention=Figure(*map(number, detail["retention"])),
-            retention_floor=Figure(*map(number, detail["retention_floor"])),
-            source_gap=None if gap is None else Figure(*map(number, gap)),
+            retention=Figure.from_json(detail["retention"]),
+            retention_floor=Figure.from_json(detail["retention_floor"]),
+            source_gap=None if gap is None else Figure.from_json(gap),
             p_value={name: number(p) for name, p in detail["p_value"].items()},
             depths=tuple(map(number, detail["depths"])),
             sha256=str(detail["sha256"]),
         )
-
-
-def _figure(figure: Figure | None) -> list[float] | None:
-    return None if figure is None else [figure.value, figure.low, figure.high]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.lab.provenance import Provenance
 from workbench.lab.results.common import jsonable, number
+from workbench.lab.results.correlation import pearson, ranks
 from workbench.lab.results.figure import Figure
 from workbench.lab.results.heads import METRICS
 
@@ -53,8 +54,8 @@ class Variant:
 
     def to_json(self) -> dict[str, Any]:
         """Figures as [value, low, high]."""
-        figures = {name: _listed(getattr(self, name)) for name in ("retention", "kl", "gap_recovered")}
-        accuracy = {task: _listed(figure) for task, figure in self.accuracy.items()}
+        figures = {name: getattr(self, name).to_json() for name in ("retention", "kl", "gap_recovered")}
+        accuracy = {task: figure.to_json() for task, figure in self.accuracy.items()}
         plain = {name: getattr(self, name) for name in ("name", "settings", "metrics", "reread")}
         return {**plain, **figures, "accuracy": accuracy}
 
@@ -65,8 +66,8 @@ class Variant:
             name=data["name"],
             settings=dict(data["settings"]),
             metrics={name: number(value) for name, value in data["metrics"].items() if name in METRICS},
-            **{name: _figure(data[name]) for name in ("retention", "kl", "gap_recovered")},
-            accuracy={task: _figure(values) for task, values in data["accuracy"].items()},
+            **{name: Figure.from_json(data[name]) for name in ("retention", "kl", "gap_recovered")},
+            accuracy={task: Figure.from_json(values) for task, values in data["accuracy"].items()},
             reread=bool(data["reread"]),
         )
 
@@ -81,7 +82,7 @@ class Correlation:
 
     def to_json(self) -> dict[str, Any]:
         """Figures as [value, low, high]."""
-        return {"pearson": _listed(self.pearson), "spearman": _listed(self.spearman), "n": self.n}
+        return {"pearson": self.pearson.to_json(), "spearman": self.spearman.to_json(), "n": self.n}
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Variants:
                 },
                 "best": {outcome: best(correlations(self.variants, outcome)) for outcome in OUTCOMES},
                 "published": {f"r_{name}": value for name, value in PAPER.items()},
-                **{name: {task: _listed(f) for task, f in arm.items()} for name, arm in arms.items()},
+                **{name: {task: f.to_json() for task, f in arm.items()} for name, arm in arms.items()},
                 "informative": self.informative,
                 "counts": self.counts,
                 "sequences": self.sequences,
@@ -136,7 +137,7 @@ class Variants:
     def from_json(cls, data: Mapping[str, Any]) -> Variants:
         """The inverse of `to_json`; correlations are computed from the variants when they are asked for."""
         arms = {
-            name: {task: _figure(values) for task, values in data[name].items()}
+            name: {task: Figure.from_json(values) for task, values in data[name].items()}
             for name in ("native", "source", "no_context")
         }
         return cls(
@@ -177,18 +178,11 @@ def correlation(pairs: tuple[tuple[float, float], ...]) -> Correlation:
     drawn = kept[np.random.default_rng(SEED).integers(n, size=(RESAMPLES, n))]
     figures = []
     for make in (np.asarray, ranks):
-        r = _pearson(make(drawn[..., 0]), make(drawn[..., 1]))
+        r = pearson(make(drawn[..., 0]), make(drawn[..., 1]))
         held = r[np.isfinite(r)]
         low, high = np.percentile(held, [2.5, 97.5]) if held.size else (math.nan, math.nan)
-        figures.append(Figure(float(_pearson(make(kept[:, 0]), make(kept[:, 1]))), float(low), float(high)))
+        figures.append(Figure(float(pearson(make(kept[:, 0]), make(kept[:, 1]))), float(low), float(high)))
     return Correlation(figures[0], figures[1], n)
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """Rank of every value among those of its row; equal ones share the mean of theirs."""
-    below = (values[..., None, :] < values[..., :, None]).sum(-1)
-    equal = (values[..., None, :] == values[..., :, None]).sum(-1)
-    return below + (equal - 1) / 2
 
 
 def telling(metric: str, found: Correlation) -> float:
@@ -201,18 +195,3 @@ def best(found: Mapping[str, Correlation]) -> str:
     """The metric that foretells the outcome best, "" where there is none."""
     known = [name for name, each in found.items() if math.isfinite(each.pearson.value)]
     return max(known, key=lambda name: telling(name, found[name]), default="")
-
-
-def _pearson(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """r of every row; NaN where one of the two does not vary."""
-    x, y = x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True)
-    size = np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
-    return np.where(size > 1e-12, (x * y).sum(-1) / np.maximum(size, 1e-12), math.nan)
-
-
-def _listed(figure: Figure) -> list[float]:
-    return [figure.value, figure.low, figure.high]
-
-
-def _figure(values: Sequence[float | None]) -> Figure:
-    return Figure(*map(number, values))
