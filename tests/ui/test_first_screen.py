@@ -55,6 +55,8 @@ def test_slides_tell_the_story_and_name_what_is_missing() -> None:
     bare = slides.slides(Run("p", "t", "down", {}, {}), loaded=False, question="why?")
     assert "bench --save" in bare[0] and "workbench fit" in bare[1] and "loads the models first" in bare[2]
     assert "compare --save" in bare[3] and "heads --save" in bare[4]
+    named = slides.slides(Run("embedded", "t", "down", {}, {}), loaded=False, question="why?")
+    assert "bench --save --pair embedded --direction down<" in named[0] and "--pair" not in bare[0]
 
 
 def test_colours_run_from_worst_to_best() -> None:

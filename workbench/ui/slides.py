@@ -12,6 +12,7 @@ from typing import Any
 from workbench.lab.results import METRICS
 from workbench.lab.results.common import nan_mean
 from workbench.lab.summary import Run
+from workbench.models.catalog import PAIRS
 from workbench.ui.engine import SIDES
 from workbench.ui.head_grid import grid_value
 from workbench.ui.markup import bar, esc, ms, number, provenance, side_badge, term
@@ -48,7 +49,7 @@ def cost(run: Run) -> str:
     """1: reading again grows with the conversation."""
     bench = run.results.get("latency")
     if bench is None or not bench.cells:
-        return missing("latency")
+        return missing(run, "latency")
     scale = max(cell.prefill_ms for cell in bench.cells)
     bars = "".join(
         bar(
@@ -72,7 +73,7 @@ def mapping(run: Run) -> str:
     """2: which layers of the source each layer of the target is computed from."""
     chosen = run.manifest.get("key_layers")
     if not chosen:
-        return missing("heads", "No mapper of this pair is kept here.", "fit")
+        return missing(run, "heads", "No mapper of this pair is kept here.", "fit")
     held = run.manifest.get("held_out", {})
     tokens = run.manifest.get("calibration", {}).get("tokens")
     layers = sorted({layer for each in chosen for layer in each})
@@ -141,7 +142,7 @@ def beside(run: Run) -> str:
     """4: the same text continued three ways."""
     result = run.results.get("compare")
     if result is None:
-        return missing("compare")
+        return missing(run, "compare")
     same = result.top1_share()
     # What is too long for the stage scrolls, so the keyboard must reach it.
     columns = columns_view(result).replace('class="kv-text"', 'class="kv-text" tabindex="0"')
@@ -161,7 +162,7 @@ def heads(run: Run) -> str:
     result = run.results.get("heads")
     name = next((n for n in ("cosine", "r2_k") if result is not None and n in result.metrics), None)
     if result is None or name is None:
-        return missing("heads")
+        return missing(run, "heads")
     kind, values = METRICS[name], result.metrics[name]
     word = "KV head" if kind.per == "kv" else "query head"
     order = sorted(
@@ -227,7 +228,7 @@ def savings(run: Run) -> str:
     """6: the whole handoff against the whole prefill, and what of the context survives."""
     bench, quality = run.results.get("latency"), run.results.get("quality")
     if bench is None or not bench.cells:
-        return missing("latency")
+        return missing(run, "latency")
     longest = bench.cells[-1]
     scale = max(longest.prefill_ms, longest.handoff_ms)
     parts = [
@@ -264,7 +265,10 @@ def savings(run: Run) -> str:
     )
 
 
-def missing(kind: str, why: str = "This was not measured for this pair yet.", command: str = "") -> str:
-    """What stands in place of a slide's figure."""
-    line = f"python -m workbench {command or COMMANDS[kind] + ' --save'}"
+def missing(
+    run: Run, kind: str, why: str = "This was not measured for this pair yet.", command: str = ""
+) -> str:
+    """What stands in place of a slide's figure: the command that measures it, for this pair where it has a name."""
+    which = f" --pair {run.pair} --direction {run.direction}" if run.pair in PAIRS else ""
+    line = f"python -m workbench {command or COMMANDS[kind] + ' --save'}{which}"
     return f"<h2>{why}</h2><p>It comes from <code>{line}</code>.</p>"
