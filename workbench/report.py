@@ -232,10 +232,9 @@ def _origin(result: Any) -> str:
     origin = getattr(result, "provenance", None)
     if origin is None:
         return ""
-    texts = len(origin.texts)
     return (
-        f'<p class="note">{esc(origin.sentence())} {esc(origin.source)} → {esc(origin.target)}; {origin.tokens:,} '
-        f"tokens{f' of {texts} texts' if texts else ''}; mapper {esc(origin.mapper[:16] or 'not saved')}.</p>"
+        f'<p class="note">{esc(origin.sentence())} {esc(origin.source)} → {esc(origin.target)}; '
+        f"{origin.measured_on()}; mapper {esc(origin.mapper[:16] or 'not saved')}.</p>"
     )
 
 

@@ -90,3 +90,12 @@ def test_json_nested_absurdly_deep_is_damage_like_any_other(tmp_path: Path) -> N
         load_result(tmp_path / "heads.json", "heads")
     assert read_manifest(tmp_path) == {} and load_marks(tmp_path, "x").heads == ()
     assert approval.load_approval(tmp_path)[0] is None
+
+
+def test_the_items_of_tasks_are_no_text() -> None:
+    """A line under a figure of tasks must not say that all items come from one text."""
+    texts = ({"name": "a", "sha256": ""}, {"name": "tasks", "sha256": ""})
+    origin = provenance.Provenance("", "", {}, "p", "up", "s", "t", "", "", "", tokens=1234)
+    assert replace(origin, texts=texts).measured_on() == "1,234 tokens of 1 text"
+    assert replace(origin, texts=texts[1:]).measured_on() == "1,234 tokens"
+    assert replace(origin, texts=texts[:1] * 2).measured_on() == "1,234 tokens of 2 texts"

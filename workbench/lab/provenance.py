@@ -69,6 +69,13 @@ class Provenance:
     origin: str = MEASURED
     note: str = ""
 
+    def measured_on(self) -> str:
+        """How many tokens, of how many texts; the items of tasks stand among the texts as one entry, and are none."""
+        texts = sum(text.get("name") != "tasks" for text in self.texts)
+        return f"{int(self.tokens):,} tokens" + (
+            f" of {texts} text{'s' if texts != 1 else ''}" if texts else ""
+        )
+
     def sentence(self) -> str:
         """For the line under a figure."""
         when = self.measured[:16].replace("T", " ")

@@ -166,12 +166,10 @@ def provenance(result: Any) -> str:
     if origin is None:
         return ""
     here = origin.origin == "measured here"
-    texts = len(origin.texts)
     bits = [
         origin.sentence().removesuffix("."),
         f"{origin.source} → {origin.target}",
-        f"{number(int(origin.tokens))} tokens"
-        + (f" of {texts} text{'s' if texts != 1 else ''}" if texts else ""),
+        origin.measured_on(),
         f"mapper {origin.mapper.removeprefix('sha256:')[:10]}" if origin.mapper else "",
     ]
     line = " · ".join(esc(bit) for bit in bits if bit)
