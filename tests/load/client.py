@@ -39,7 +39,13 @@ class Visitor:
     """
 
     def __init__(self, url: str, tokens: int = 8, session: str | None = None) -> None:
-        self.http = httpx.Client(base_url=url, timeout=600, headers={"origin": url.rstrip("/")})
+        # The server closes connections that are idle for 5 seconds: let go of them before, or both may act at once.
+        self.http = httpx.Client(
+            base_url=url,
+            timeout=600,
+            headers={"origin": url.rstrip("/")},
+            limits=httpx.Limits(keepalive_expiry=2),
+        )
         self.http.get("/")
         config = self.http.get("/config").json()
         self.functions = {d["api_name"]: d["id"] for d in config["dependencies"] if d["api_name"]}
