@@ -60,6 +60,8 @@ class Visitor:
         self.lines: list[str] = []
         self.items: list[Any] = []
         self.status = ""
+        if session is None and "arrive" in self.functions:
+            self.call("arrive")  # what every page sends when it opens
 
     def fill(self, name: str, values: dict[str, Any]) -> list[Any]:
         """Inputs of an event as the page shows them at first, some of them (by label or element id) changed."""
@@ -87,6 +89,13 @@ class Visitor:
         Raises:
             Gone: it was dropped.
         """
+        if name.startswith("run_"):  # a model step; the page then asks what there is to show
+            ended = self._call(name, *data, leave_after=leave_after)
+            shown = self._call(name.replace("run_", "end_", 1), None)
+            return shown if "refused" not in ended else ended
+        return self._call(name, *data, leave_after=leave_after)
+
+    def _call(self, name: str, *data: Any, leave_after: int | None = None) -> dict[str, Any]:
         answer = self.join(name, *data)
         if answer.status_code != 200:
             return {"success": False, "refused": answer.status_code, "output": answer.json()}

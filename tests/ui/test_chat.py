@@ -26,11 +26,11 @@ def tab(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> ChatTab:
 
 
 def run(tab: ChatTab, key: str, settings: tuple[Any, ...] = GREEDY) -> dict[Any, Any]:
-    """The second step to its end; all updates merged."""
+    """The second step to its end and the third; all updates merged."""
     shown: dict[Any, Any] = {}
     for update in tab.run(key, *settings):
         shown.update(update)
-    return shown
+    return shown | tab.end(key)
 
 
 def say(tab: ChatTab, key: str | None, text: str) -> tuple[str, dict[Any, Any]]:

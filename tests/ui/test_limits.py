@@ -32,9 +32,10 @@ CHOSEN = {
 
 
 def run(tab: ChatTab, key: str | None, **changed: Any) -> Any:
-    """The second step with the usual settings; what is not named here is off."""
+    """The second step with the usual settings, and the third; what is not named here is off."""
     names = [name for name in inspect.signature(tab.run).parameters if name != "key"]
-    return tab.run(key, **{name: (CHOSEN | changed).get(name, 0) for name in names})
+    yield from tab.run(key, **{name: (CHOSEN | changed).get(name, 0) for name in names})
+    yield tab.end(key)
 
 
 def say(tab: ChatTab, key: str | None, text: str, **changed: Any) -> tuple[str, list[Any]]:
@@ -52,8 +53,8 @@ def test_a_full_queue_is_told_at_once_and_the_text_comes_back(tiny: Any) -> None
         while "number 1 in the queue" not in str(told[-1]):
             told.append(next(updates))
         started = time.monotonic()
-        _, shown = say(tab, None, "me too")
-        assert "1 requests wait" in shown[-1][tab.status] and shown[-1][tab.text] == "me too"
+        told_other = tab.ask_send(None, "me too")
+        assert "1 requests wait" in told_other[tab.status] and tab.text not in told_other  # it stays in the box
         assert time.monotonic() - started < 5
     rest = list(updates)
     assert len(rest[-1][tab.log]["items"]) == 2  # whoever waited is served
@@ -244,3 +245,12 @@ def test_a_measurement_lets_chats_go_first(tiny: Any) -> None:
 
     *_, last = measure(tab.engine, key, "up", "heads", start)
     assert last[1] == "result" and answered == [False, True, True]
+
+
+def test_a_message_that_was_turned_away_after_all_comes_back(tiny: Any) -> None:
+    tab = made(tiny, queue_size=1)
+    key = tab.ask_send(None, "hello")[tab.key]
+    shown = tab.end(key)  # the step in between was not let in
+    assert "1 requests wait" in shown[tab.status] and shown[tab.text] == "hello"
+    _, updates = say(tab, key, "hello")
+    assert len(updates[-1][tab.log]["items"]) == 2

@@ -283,12 +283,12 @@ def test_a_flood_is_told_that_it_is_busy_and_the_page_answers(public: Any) -> No
     crowd = [Visitor(public) for _ in range(8)]
     never = threading.Event()
     with public.engine.lane.turn("somebody", never.is_set):
-        answers: dict[int, Any] = {}
+        answers: dict[int, str] = {}
 
         def send(number: int) -> None:
             crowd[number].call("ask_send", None, "hello")
-            started = time.monotonic()
-            answers[number] = (crowd[number].run(), time.monotonic() - started)
+            crowd[number].run()
+            answers[number] = crowd[number].status
 
         threads = [threading.Thread(target=send, args=(n,)) for n in range(8)]
         for thread in threads:
@@ -297,9 +297,7 @@ def test_a_flood_is_told_that_it_is_busy_and_the_page_answers(public: Any) -> No
         while len(answers) < 6 and time.monotonic() < until:
             time.sleep(0.05)
         assert len(answers) == 6 and public.engine.lane.waiting == 2
-        assert all(
-            "requests wait for the model already" in json.dumps(answer) for answer, _ in answers.values()
-        )
+        assert all("requests wait for the model already" in answer for answer in answers.values())
         assert crowd[0].http.get("/").status_code == 200
         waiting = set(range(8)) - set(answers)
         until = time.monotonic() + 30
@@ -336,7 +334,6 @@ def test_twenty_closed_tabs_leave_nothing(public: Any, monkeypatch: pytest.Monke
     before = len(public.engine.visits)
     tabs = [Visitor(public) for _ in range(20)]
     for number, tab in enumerate(tabs):
-        tab.call("arrive")
         if number < 2:
             tab.say("hello")
     assert len(public.engine.visits) == before + 20 and public.engine.cache_bytes() > 0

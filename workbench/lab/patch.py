@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ShouldStop = Callable[[], bool] | None
 DEFAULT_TEXTS, DEFAULT_CONTEXT, DEFAULT_FOLLOWING = 8, 256, 12
-DRAWS = 5
+DRAWS = 20
 
 
 @dataclass(frozen=True)

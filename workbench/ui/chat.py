@@ -1,9 +1,11 @@
 """The Chat tab: a conversation that changes models, and the account of every change.
 
-Every action takes two steps. The first runs at once, outside the queue: it checks, notes what was asked for
+Every action takes three steps. The first runs at once, outside the queue: it checks, notes what was asked for
 in the visitor's `Visit`, and shows that it was heard. The second waits for the models' turn, picks the note
 up (once: a double click finds nothing), does the work in a job thread, and streams. All computing, undo and
-clear included, happens in the second step, so a conversation is never touched by two threads.
+clear included, happens in the second step, so a conversation is never touched by two threads. The third shows
+how everything is now: for every component that an event names gradio builds a new one at each piece that is
+streamed, so the second step names only what grows.
 """
 
 from __future__ import annotations
@@ -95,11 +97,9 @@ class ChatTab:
 
     def _wire(self) -> None:
         settings = [self.key, *self.settings.components()]
-        shown = [
-            self.key,
-            self.log,
-            self.models,
-            self.status,
+        streamed = [self.key, self.log, self.status]
+        heard = [
+            *streamed,
             self.text,
             self.send,
             self.stop,
@@ -107,18 +107,17 @@ class ChatTab:
             self.retry,
             self.clear,
             self.switch,
-            self.meter,
-            self.account,
             self.measure,
         ]
+        shown = [*heard, self.models, self.meter, self.account]
         api = {"api_visibility": self.engine.settings.api_visibility}
 
         def action(
             trigger: Callable[..., Any], ask: Callable[..., Any], inputs: list[Any], name: str
         ) -> None:
-            first = trigger(ask, inputs, shown, api_name=f"ask_{name}", **QUICK, **api)
-            second = first.then(self.run, settings, shown, api_name=f"run_{name}", **MODEL, **api)
-            second.failure(self.turned_away, [self.key], shown, api_name=f"away_{name}", **QUICK, **api)
+            first = trigger(ask, inputs, heard, api_name=f"ask_{name}", **QUICK, **api)
+            second = first.then(self.run, settings, streamed, api_name=f"run_{name}", **MODEL, **api)
+            second.then(self.end, [self.key], shown, api_name=f"end_{name}", **QUICK, **api)
 
         action(self.send.click, self.ask_send, [self.key, self.text], "send")
         action(self.text.submit, self.ask_send, [self.key, self.text], "submit")
@@ -143,8 +142,8 @@ class ChatTab:
         text = text or ""
         if old != key and visit.notice:  # told once, with what is on the screen left as it is
             return self._refuse(key, visit, "")
-        if visit.pending is not None or visit.busy:
-            return self._refuse(key, visit, "The model is still at work. Press Stop to end it first.")
+        if why := self._not_now(visit):
+            return self._refuse(key, visit, why)
         if not text.strip():
             return self._refuse(key, visit, "The message is empty. Write something first.", "warn")
         limit = self.engine.settings.max_prompt_chars
@@ -173,10 +172,8 @@ class ChatTab:
         to = view.switch_target(str(label))
         side = visit.chat.side if visit.chat is not None else "small"
         again = time.monotonic() - visit.last_switch < DOUBLE_CLICK_SECONDS
-        if visit.pending is not None or visit.busy:
-            return self._refuse(
-                key, visit, "The model is still at work; switch when it has finished, or press Stop."
-            )
+        if why := self._not_now(visit):
+            return self._refuse(key, visit, why)
         if again or to == side:
             return {self.key: key}
         visit.pending = Request("switch", to=to, how="prefill" if true_prefill else "mapped")
@@ -216,8 +213,8 @@ class ChatTab:
             if kind == "undo" and visit.editing is not None:
                 visit.editing = None
                 return {self.key: key, self.text: "", self.status: "", **self._buttons(visit, False)}
-            if visit.pending is not None or visit.busy:
-                return self._refuse(key, visit, "The model is still at work. Press Stop to end it first.")
+            if why := self._not_now(visit):
+                return self._refuse(key, visit, why)
             if visit.chat is None:
                 return self._refuse(key, visit, "There is nothing yet to do that with.")
             visit.pending = Request(kind)
@@ -240,15 +237,11 @@ class ChatTab:
         visit.stop_all()
         return progress("Stopping")
 
-    def turned_away(self, key: str | None) -> dict[Any, Any]:
-        """The second step was not let in, because too many wait already: everything is as before the click."""
-        key, visit = visit_of(self.engine, key)
-        request, visit.pending = visit.pending, None
-        if request is None:
-            return {self.key: key}
-        text = {self.text: request.text} if request.text else {}
-        told = view.notice_view("Too many people are waiting for the model. Try again in a moment.", "warn")
-        return {self.key: key, **self.everything(visit), self.status: told, **text}
+    def _not_now(self, visit: Visit) -> str:
+        """Why nothing new can be asked for, "" when it can; said at once, before anything on the page changes."""
+        if visit.pending is not None or visit.busy:
+            return "The model is still at work. Press Stop to end it first."
+        return str(self.engine.lane.refusal) if self.engine.crowded() else ""
 
     # --- second step: in the models' lane ---
 
@@ -261,7 +254,7 @@ class ChatTab:
             request, visit.pending = visit.pending, None
             if request is None or visit.busy:
                 return None
-            visit.running = request
+            visit.running, visit.done = request, None
         return visit, request
 
     def run(
@@ -301,14 +294,25 @@ class ChatTab:
                     if item is None:
                         continue
                     if isinstance(item, Done):
-                        visit.running = None
-                        yield self._after(visit, request, item)
+                        visit.running, visit.done = None, (request, item)
+                        yield {self.log: view.log_value(visit.chat, False, loads=self._loads(visit))}
                     elif isinstance(item, tuple):
                         yield {self.status: progress(*item)}
                     else:
                         yield {self.log: view.log_value(visit.chat, True), self.status: ""}
         finally:
             visit.running = None
+
+    # --- third step: at once, no model ---
+
+    def end(self, key: str | None) -> dict[Any, Any]:
+        """The whole tab as it is after a step, or as it was before one that was not let in."""
+        key, visit = visit_of(self.engine, key)
+        with visit.lock:
+            done, visit.done = visit.done, None
+            if done is None and visit.pending is not None:  # gradio's own queue was full
+                done, visit.pending = (visit.pending, Done(error=self.engine.lane.refusal)), None
+        return {self.key: key} | (self._after(visit, *done) if done is not None else {})
 
     # --- what is shown ---
 

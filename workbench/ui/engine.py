@@ -172,6 +172,11 @@ class Engine:
             stop.limit(self.settings.job_seconds)
             yield lambda: stop.extend(turn.step_aside())
 
+    def crowded(self) -> bool:
+        """Whether the lane and its queue are full, what has been asked for a moment ago counted with them."""
+        noted = sum(visit.pending is not None and visit.pending.fresh for visit in self.visits.all())
+        return self.lane.busy + self.lane.waiting + noted > self.lane.capacity
+
     @contextmanager
     def loaded(
         self, host: Any, sides: tuple[str, ...], tell: Callable[[float, str], None], stop: StopFlag

@@ -42,6 +42,11 @@ class Lane:
         """Whether somebody has the turn."""
         return self._running is not None
 
+    @property
+    def refusal(self) -> BusyError:
+        """What somebody is told who cannot be let in."""
+        return BusyError(f"{self.capacity} requests wait for the model already.", "Try again in a moment.")
+
     @contextmanager
     def turn(
         self, who: Hashable, should_stop: Callable[[], bool], tell: Callable[[int], None] | None = None
@@ -60,9 +65,7 @@ class Lane:
         turn = Turn(self, who, should_stop, tell)
         with self._changed:
             if len(self._waiting) >= self.capacity:
-                raise BusyError(
-                    f"{self.capacity} requests wait for the model already.", "Try again in a moment."
-                )
+                raise self.refusal
             self._enqueue(turn)
         self._wait(turn)
         try:

@@ -15,6 +15,7 @@ from typing import Any
 from workbench.ui.jobs import StopFlag
 
 GRACE_SECONDS = 30.0
+FRESH_SECONDS = 5.0  # between the two steps of a click
 UNSEEN_SECONDS = 3_600.0  # an unused visit without a tab (a script's) is then forgotten
 
 
@@ -28,6 +29,12 @@ class Request:
     to: str = ""
     how: str = "mapped"
     stop: StopFlag = field(default_factory=StopFlag)
+    asked: float = field(default_factory=time.monotonic)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether its model step is still to be expected: a page that went away in between never sends it."""
+        return time.monotonic() - self.asked < FRESH_SECONDS
 
 
 @dataclass(eq=False)
@@ -40,6 +47,7 @@ class Visit:
     tally: Any = None  # of the automatic mode, from its first message on
     pending: Request | None = None
     running: Request | None = None
+    done: tuple[Request, Any] | None = None  # the step that ended last and its `Done`, until the page has shown it
     job_asked: StopFlag | None = None  # pressed, and waiting for its turn
     job_stop: StopFlag | None = None  # running
     editing: int | None = None
