@@ -54,7 +54,9 @@ def test_a_full_queue_is_told_at_once_and_the_text_comes_back(tiny: Any) -> None
             told.append(next(updates))
         started = time.monotonic()
         told_other = tab.ask_send(None, "me too")
-        assert "1 requests wait" in told_other[tab.status] and tab.text not in told_other  # it stays in the box
+        assert (
+            "1 requests wait" in told_other[tab.status] and tab.text not in told_other
+        )  # it stays in the box
         assert time.monotonic() - started < 5
     rest = list(updates)
     assert len(rest[-1][tab.log]["items"]) == 2  # whoever waited is served

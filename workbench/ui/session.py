@@ -47,7 +47,9 @@ class Visit:
     tally: Any = None  # of the automatic mode, from its first message on
     pending: Request | None = None
     running: Request | None = None
-    done: tuple[Request, Any] | None = None  # the step that ended last and its `Done`, until the page has shown it
+    done: tuple[Request, Any] | None = (
+        None  # the step that ended last and its `Done`, until the page has shown it
+    )
     job_asked: StopFlag | None = None  # pressed, and waiting for its turn
     job_stop: StopFlag | None = None  # running
     editing: int | None = None
