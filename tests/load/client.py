@@ -139,7 +139,7 @@ class Visitor:
         """Sends a message; the answer's text."""
         self.call("ask_send", None, text)
         self.call("run_send", *self.settings, **options)
-        return self.texts()[-1] if self.items else ""
+        return (self.texts() or [""])[-1]
 
     def switch(self, to: str) -> None:
         """Presses the switch button."""

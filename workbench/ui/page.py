@@ -117,6 +117,12 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
         def leave(request: gr.Request) -> None:
             engine.visits.tab_closed(request.session_hash)
 
+        def forget(tab: str) -> None:
+            """What gradio keeps of a session, a copy of every component (megabytes), goes with the tab."""
+            demo.state_holder.session_data.pop(tab, None)
+            demo.state_holder.time_last_used.pop(tab, None)
+
+        engine.visits.on_gone = forget
         api = {"api_visibility": settings.api_visibility}
         demo.load(
             arrive,

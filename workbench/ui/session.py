@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +84,9 @@ class Visits:
     """
 
     def __init__(self, default_host: Any, limit: int) -> None:
+        self.on_gone: Callable[[str], None] = lambda tab: (
+            None
+        )  # called with a closed tab that will not come back
         self._default_host = default_host
         self._limit = limit
         self._visits: OrderedDict[str, Visit] = OrderedDict()
@@ -151,6 +155,8 @@ class Visits:
                 for key, visit in closed.items():
                     if visit.used <= closed_at:
                         self._drop(key)
+            if self.of_tab(tab) is None:
+                self.on_gone(tab)
 
         timer = threading.Timer(GRACE_SECONDS, free)
         timer.daemon = True

@@ -154,7 +154,7 @@ def launch_options(settings: Settings) -> dict[str, Any]:
         "quiet": True,
         "max_threads": 40
         + 2 * settings.queue_size,  # a handler that waits for the lane holds one while it polls
-        "state_session_capacity": 10 * settings.max_chats,
+        "state_session_capacity": 2 * settings.max_chats,
         "app_kwargs": {
             "middleware": [Middleware(Guard, settings=settings)],
             "routes": [Route("/kv/plotly.min.js", library)],  # the one file that is served plainly
