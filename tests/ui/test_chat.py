@@ -179,3 +179,18 @@ def test_an_example_is_sent(tab: ChatTab) -> None:
     event = gr.EventData(target=None, _data={"act": "example", "text": "Why?"})
     key = tab.ask_act(None, event)[tab.key]
     assert texts(run(tab, key), tab)[0] == "Why?"
+
+
+def test_an_error_outside_of_the_job_gives_the_buttons_and_the_text_back(
+    tab: ChatTab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*values: Any) -> None:
+        raise RuntimeError("secret words")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_module, "choices", broken)
+        key, shown = say(tab, None, "hello")
+    assert "went wrong" in shown[tab.status] and "secret" not in shown[tab.status]
+    assert shown[tab.text] == "hello" and shown[tab.send]["interactive"] and not shown[tab.log]["busy"]
+    _, shown = say(tab, key, "hello")
+    assert len(texts(shown, tab)) == 2

@@ -294,14 +294,20 @@ class ChatTab:
                     if item is None:
                         continue
                     if isinstance(item, Done):
-                        visit.running, visit.done = None, (request, item)
-                        yield {self.log: view.log_value(visit.chat, False, loads=self._loads(visit))}
+                        yield self._ended(visit, request, item)
                     elif isinstance(item, tuple):
                         yield {self.status: progress(*item)}
                     else:
                         yield {self.log: view.log_value(visit.chat, True), self.status: ""}
+        except Exception as error:  # outside of the job: the third step says so and the buttons come back
+            yield self._ended(visit, request, Done(error=error))
         finally:
             visit.running = None
+
+    def _ended(self, visit: Visit, request: Request, done: Done) -> dict[Any, Any]:
+        """Leaves what came of a step to the third one."""
+        visit.running, visit.done = None, (request, done)
+        return {self.log: view.log_value(visit.chat, False, loads=self._loads(visit))}
 
     # --- third step: at once, no model ---
 
