@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import platform
 import re
 import threading
 import time
@@ -18,7 +19,7 @@ from gradio import networking
 
 from tests.load import client
 from tests.ui.conftest import free_port
-from workbench.ui import Settings, build, launch_options, session
+from workbench.ui import Settings, build, launch_options, memory, session
 from workbench.ui.guard import COOKIE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -331,6 +332,7 @@ def test_a_dropped_connection_ends_the_work(public: Any, visitor: Visitor) -> No
 
 def test_twenty_closed_tabs_leave_nothing(public: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(memory, "_last", -memory.BETWEEN_SECONDS)
     before = len(public.engine.visits)
     tabs = [Visitor(public) for _ in range(20)]
     for number, tab in enumerate(tabs):
@@ -348,6 +350,21 @@ def test_twenty_closed_tabs_leave_nothing(public: Any, monkeypatch: pytest.Monke
     ) and time.monotonic() < until:
         time.sleep(0.1)
     assert len(public.engine.visits) == before and not any(tab.session in kept for tab in tabs)
+    assert memory._last > 0  # and what the C library kept of them went back to the system
+
+
+def test_memory_is_given_back_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_last", -memory.BETWEEN_SECONDS)
+    blocks = [bytes(300) for _ in range(500_000)]
+    del blocks[::2]  # holes, which the C library keeps
+    assert memory.give_back() is (platform.libc_ver()[0] == "glibc")
+    assert not memory.give_back()
+
+
+def test_memory_of_another_c_library_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_last", -memory.BETWEEN_SECONDS)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    assert not memory.give_back()
 
 
 def test_tokens_are_kept_away(monkeypatch: pytest.MonkeyPatch) -> None:

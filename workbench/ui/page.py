@@ -16,6 +16,7 @@ from workbench.ui.fit import FitTab
 from workbench.ui.gallery import welcome
 from workbench.ui.heads import HeadsTab
 from workbench.ui.latency import LatencyTab
+from workbench.ui.memory import give_back
 from workbench.ui.present import Stage
 from workbench.ui.quality import QualityTab
 from workbench.ui.replay import replay, replay_value, script
@@ -121,6 +122,7 @@ def build(settings: Settings | None = None, host: Any = None) -> gr.Blocks:
             """What gradio keeps of a session, a copy of every component (megabytes), goes with the tab."""
             demo.state_holder.session_data.pop(tab, None)
             demo.state_holder.time_last_used.pop(tab, None)
+            give_back()
 
         engine.visits.on_gone = forget
         api = {"api_visibility": settings.api_visibility}
