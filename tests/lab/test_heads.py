@@ -60,12 +60,13 @@ def brute_force(
         source_cache, mapped = new_cache(source.spec.layers), new_cache(layers)
         forward(source.model, ids, source_cache, keep=0)
         forward(target.model, ids[:ANCHORS], mapped, keep=0)
-        own = new_cache(layers)
-        forward(target.model, ids[:-15], own, keep=0)
         mapper.map_into(source_cache, mapped, ANCHORS, len(ids), source.rotary, target.rotary)
-        context = copy(mapped)
-        truncate(context, len(ids) - 15)
-        estimates.append(path_gains(Branches(target, context, own, ids[-15:-1], 14)).sum(-1))
+        for end in (len(ids) - 15, (ANCHORS + len(ids) - 15) // 2):  # a switch near the end and one half-way
+            own, context = new_cache(layers), copy(mapped)
+            forward(target.model, ids[:end], own, keep=0)
+            truncate(context, end)
+            following = ids[end : end + 14]
+            estimates.append(path_gains(Branches(target, context, own, following, 14)).sum(-1))
         causal = torch.ones(len(ids), len(ids)).tril().bool()
         for layer in range(layers):
             q, k, v, out = seen[layer]

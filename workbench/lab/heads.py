@@ -19,8 +19,8 @@ Definitions; e is a token's error, d the head size, sums over all tokens but the
                   the output projection of the KV head's query heads and r the residual stream: the layer's input
                   plus what its attention adds (a bias of the projection aside)
     output_error_abs  the same without |r|²
-    patch_estimate  what patching the head would win for the text's last quarter (128 tokens at most), from gradients:
-                  see `workbench.lab.attribution`
+    patch_estimate  what patching the head would win for the 32 tokens after a switch near the end of the text and one
+                  half-way, from gradients: see `workbench.lab.attribution`
     *_error_sinks, *_middle, *_recent  mean |e|² of the keys or values in a zone of the text, over the mean |y - mean y|²
                   of all tokens; weighted by the zones' tokens the three sum to 1 - r2
 
@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -59,7 +60,7 @@ ShouldStop = Callable[[], bool] | None
 Hold = Callable[[ShouldStop], AbstractContextManager[None]]
 DEFAULT_TEXTS, DEFAULT_LENGTH = 8, 512
 CHUNK = 256
-FOLLOWING = 128  # last tokens of a text for which the patch gain is estimated
+FOLLOWING = 32  # tokens after a switch for which the patch gain is estimated
 
 
 def stream(
@@ -184,12 +185,16 @@ def measure_text(
 
 
 def estimate(target: LoadedModel, mapped: Cache, own: Cache, ids: Sequence[int], anchors: int) -> Tensor:
-    """(L, H, 2) what patching each head's keys and values would win for the last tokens of a text.
+    """(L, H, 2) what patching each head's keys and values would win for the tokens after a switch.
 
-    The two caches, of the whole text, are cut to what stands before those tokens.
+    The mean over a switch `FOLLOWING` tokens before the end of the text and one half-way to it. The two caches, of the
+    whole text, are cut to what stands before.
     """
     following = max(1, min(FOLLOWING, (len(ids) - anchors) // 4))
-    context = len(ids) - 1 - following
-    for cache in (mapped, own):
-        truncate(cache, context)
-    return path_gains(Branches(target, mapped, own, ids[context:-1], following))
+    end = len(ids) - 1 - following
+    gains = []
+    for context in (end, (anchors + end) // 2):
+        for cache in (mapped, own):
+            truncate(cache, context)
+        gains.append(path_gains(Branches(target, mapped, own, ids[context : context + following], following)))
+    return torch.stack(gains).mean(0)
