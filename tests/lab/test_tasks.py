@@ -12,7 +12,7 @@ from tests.lab.conftest import make_host, random_mapper
 from workbench.errors import InputError
 from workbench.kv.cache import length, new_cache
 from workbench.kv.forward import forward
-from workbench.lab import recall, scores, tasks
+from workbench.lab import recall, rows, scores, tasks
 from workbench.lab.arms import ArmCaches, Recipe
 from workbench.lab.corpus import Document, documents
 from workbench.lab.intervals import Bootstrap, mcnemar
@@ -122,6 +122,25 @@ def test_rows_equal_one_pass_each_and_leave_the_cache(small_host: PairHost) -> N
     (alone,) = Plan(3, [Span((1, 2))]).run(model, new_cache(model.spec.layers))
     plain = forward(model.model, [3, 1], new_cache(model.spec.layers), keep=2).log_softmax(-1)
     assert torch.allclose(alone.log_p.float(), plain[[0, 1], [1, 2]], atol=1e-4)
+
+
+def test_several_caches_at_once_equal_one_after_the_other(
+    small_host: PairHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, spans = small_host.model("large"), [Span((1, 2, 3, 4)), Span((1, 2, 9), 2), Span((7,) * 9, 4)]
+    caches = []
+    for first in (5, 6, 7):
+        caches.append(new_cache(model.spec.layers))
+        forward(model.model, [first, 8, 9], caches[-1], keep=0)
+    plan = Plan(11, spans)
+    single = [plan.run(model, cache) for cache in caches]
+    for most in (rows.MOST_LOGITS, 2 * 9 * model.spec.vocab_size, 1):  # all at once, some, one by one
+        monkeypatch.setattr(rows, "MOST_LOGITS", most)
+        for alone, together in zip(single, plan.run_all(model, caches), strict=True):
+            for a, b in zip(alone, together, strict=True):
+                assert torch.allclose(a.log_p, b.log_p, atol=1e-5) and torch.equal(a.hit, b.hit)
+    assert [length(cache) for cache in caches] == [3, 3, 3]
+    assert not torch.allclose(single[0][0].log_p, single[1][0].log_p)
 
 
 def test_an_exact_mapper_answers_as_the_target_does(same: PairHost) -> None:

@@ -2,8 +2,8 @@
 
 A cache holds one sequence, and a mapper maps one; the continuations of a context (choices of a question, questions
 about one text) differ only behind it. So the cache is made once, repeated without copying the work, and all
-continuations run over it as one batch. A continuation that is the beginning of another one is not run at all, and
-one whose choices are single tokens needs one row for all of them.
+continuations run over it as one batch, those of several caches of the same length too. A continuation that is the
+beginning of another one is not run at all, and one whose choices are single tokens needs one row for all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from workbench.kv.forward import input_device
 from workbench.models.loading import LoadedModel
 
 WASTE = 0.7  # a row joins a batch when it is at least this share of the longest one
+MOST_LOGITS = 1 << 26  # of a batch: a quarter of a gigabyte in float32
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,6 @@ class Plan:
             for batch in range(len(self.batches))
         ]
 
-    @torch.inference_mode()
     def run(self, model: LoadedModel, cache: Cache) -> list[Scored]:
         """Score all spans over a cache, which is left as it is.
 
@@ -91,21 +91,34 @@ class Plan:
             model: whose cache it is.
             cache: of the context without its last token; may be empty.
         """
-        found: list[Scored | None] = [None] * len(self.spans)
+        return self.run_all(model, [cache])[0]
+
+    @torch.inference_mode()
+    def run_all(self, model: LoadedModel, caches: Sequence[Cache]) -> list[list[Scored]]:
+        """Score all spans over each of several caches of one model and one length; a list for each cache."""
+        found: list[dict[int, Scored]] = [{} for _ in caches]
         for number, (batch, keep) in enumerate(zip(self.batches, self._keep, strict=True)):
-            log_p = _log_p(model, cache, batch, keep)
-            for index, (span, (b, row)) in enumerate(zip(self.spans, self._place, strict=True)):
-                if b == number:
-                    at = [keep.index(i) for i in range(span.start, len(span.ids))]
-                    lines = log_p[row, at]
-                    chosen = torch.tensor(span.ids[span.start :])
-                    picked = lines.gather(-1, chosen[:, None])[:, 0]
-                    found[index] = Scored(picked.double(), lines.argmax(-1) == chosen)
-        return [scored for scored in found if scored is not None]
+            at_once = max(1, MOST_LOGITS // (len(batch) * len(keep) * model.spec.vocab_size))
+            for first in range(0, len(caches), at_once):
+                some = caches[first : first + at_once]
+                logits = _logits(model, some, batch, keep)
+                norm, likeliest = logits.logsumexp(-1), logits.argmax(-1)
+                for index, (span, (b, row)) in enumerate(zip(self.spans, self._place, strict=True)):
+                    if b != number:
+                        continue
+                    at = torch.tensor([keep.index(i) for i in range(span.start, len(span.ids))])
+                    ids = torch.tensor(span.ids[span.start :])
+                    for one in range(len(some)):
+                        log_p = logits[one, row, at, ids] - norm[one, row, at]
+                        hit = likeliest[one, row, at].cpu() == ids
+                        found[first + one][index] = Scored(log_p.double().cpu(), hit)
+        return [[scored[index] for index in range(len(self.spans))] for scored in found]
 
 
-def _log_p(model: LoadedModel, cache: Cache, rows: Sequence[Sequence[int]], keep: Sequence[int]) -> Tensor:
-    """Float32 log-probabilities (rows, kept positions, vocab) on the CPU.
+def _logits(
+    model: LoadedModel, caches: Sequence[Cache], rows: Sequence[Sequence[int]], keep: Sequence[int]
+) -> Tensor:
+    """Float32 logits (caches, rows, kept positions, vocab), on the model's device.
 
     Rows are padded on the right, where nothing that counts can see it.
     """
@@ -113,12 +126,18 @@ def _log_p(model: LoadedModel, cache: Cache, rows: Sequence[Sequence[int]], keep
     device = input_device(model.model)
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long, device=device)
     repeated = DynamicCache()
-    if length(cache):
-        shared = [layer_tensors(cache, layer) for layer in range(len(cache.layers))]
-        repeated = DynamicCache(
-            [tuple(t.expand(len(rows), -1, -1, -1) for t in tensors) for tensors in shared]
-        )
+    if length(caches[0]):
+        layers = []
+        for layer in range(len(caches[0].layers)):
+            both = zip(*(layer_tensors(cache, layer) for cache in caches), strict=True)  # keys, values
+            layers.append(
+                tuple(torch.cat([t.expand(len(rows), -1, -1, -1) for t in of_all]) for of_all in both)
+            )
+        repeated = DynamicCache(layers)
     output = model.model(
-        input_ids=ids, cache=repeated, use_cache=True, logits_to_keep=torch.tensor(list(keep), device=device)
+        input_ids=ids.repeat(len(caches), 1),
+        cache=repeated,
+        use_cache=True,
+        logits_to_keep=torch.tensor(list(keep), device=device),
     )
-    return output.logits.to("cpu", torch.float32).log_softmax(-1)
+    return output.logits.float().unflatten(0, (len(caches), len(rows)))

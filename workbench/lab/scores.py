@@ -1,7 +1,7 @@
 """Does the target still do the tasks on a mapped cache? Every arm answers the same questions.
 
 The items are those of `workbench.lab.tasks`; a context is read once by each model and handed over once an arm, all
-its questions are then scored together (`rows.py`).
+its questions are then scored together, over the caches of all arms that are equally long (`rows.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from workbench.errors import Cancelled, InputError
+from workbench.kv.cache import length
 from workbench.lab import tasks as items
 from workbench.lab.arms import ArmCaches, Recipe
 from workbench.lab.corpus import Document
@@ -25,6 +26,9 @@ from workbench.lab.rows import Plan, Scored, Span
 from workbench.lab.tasks import DEFAULT_ITEMS
 
 if TYPE_CHECKING:
+    from transformers import Cache
+
+    from workbench.models.loading import LoadedModel
     from workbench.models.pair import PairHost
 
 ShouldStop = Callable[[], bool] | None
@@ -93,11 +97,15 @@ def stream(
         total += len(context.ids) + sum(len(span.ids) for span in spans)
         with host.holding_lane(should_stop):
             own = maker.read(context.ids)
-            kept = own
             plan = Plan(context.ids[-1], spans)
-            for arm, model, cache in maker.caches(context.ids, own, contexts[number - 1].ids, wrong):
-                _mark(context, arm, plan.run(model, cache), found)
-        wrong = kept
+            alike: dict[tuple[int, int], list[tuple[str, LoadedModel, Cache]]] = {}
+            for arm in maker.caches(context.ids, own, contexts[number - 1].ids, wrong):
+                alike.setdefault((id(arm[1]), length(arm[2])), []).append(arm)
+            for arms in alike.values():
+                scored = plan.run_all(arms[0][1], [cache for _, _, cache in arms])
+                for (name, _, _), answers in zip(arms, scored, strict=True):
+                    _mark(context, name, answers, found)
+        wrong = own
         yield Step((number + 1) / len(contexts), f"context {number + 1} of {len(contexts)}")
     results = {
         task: _result(task, asked[task], {arm: a for (name, arm), a in found.items() if name == task}, seed)
