@@ -98,20 +98,21 @@ class Plan:
         """Score all spans over each of several caches of one model and one length; a list for each cache."""
         found: list[dict[int, Scored]] = [{} for _ in caches]
         for number, (batch, keep) in enumerate(zip(self.batches, self._keep, strict=True)):
+            here = [
+                (index, row, torch.tensor([keep.index(i) for i in range(span.start, len(span.ids))]), span)
+                for index, (span, (b, row)) in enumerate(zip(self.spans, self._place, strict=True))
+                if b == number
+            ]
             at_once = max(1, MOST_LOGITS // (len(batch) * len(keep) * model.spec.vocab_size))
             for first in range(0, len(caches), at_once):
-                some = caches[first : first + at_once]
-                logits = _logits(model, some, batch, keep)
+                logits = _logits(model, caches[first : first + at_once], batch, keep)
                 norm, likeliest = logits.logsumexp(-1), logits.argmax(-1)
-                for index, (span, (b, row)) in enumerate(zip(self.spans, self._place, strict=True)):
-                    if b != number:
-                        continue
-                    at = torch.tensor([keep.index(i) for i in range(span.start, len(span.ids))])
+                for index, row, at, span in here:
                     ids = torch.tensor(span.ids[span.start :])
-                    for one in range(len(some)):
-                        log_p = logits[one, row, at, ids] - norm[one, row, at]
-                        hit = likeliest[one, row, at].cpu() == ids
-                        found[first + one][index] = Scored(log_p.double().cpu(), hit)
+                    log_p = (logits[:, row, at, ids] - norm[:, row, at]).double().cpu()
+                    hit = likeliest[:, row, at].cpu() == ids
+                    for scored, *of_cache in zip(found[first:], log_p, hit, strict=False):
+                        scored[index] = Scored(*of_cache)
         return [[scored[index] for index in range(len(self.spans))] for scored in found]
 
 

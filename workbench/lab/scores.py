@@ -6,7 +6,7 @@ its questions are then scored together, over the caches of all arms that are equ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -98,13 +98,8 @@ def stream(
         with host.holding_lane(should_stop):
             own = maker.read(context.ids)
             plan = Plan(context.ids[-1], spans)
-            alike: dict[tuple[int, int], list[tuple[str, LoadedModel, Cache]]] = {}
-            for arm in maker.caches(context.ids, own, contexts[number - 1].ids, wrong):
-                alike.setdefault((id(arm[1]), length(arm[2])), []).append(arm)
-            for arms in alike.values():
-                scored = plan.run_all(arms[0][1], [cache for _, _, cache in arms])
-                for (name, _, _), answers in zip(arms, scored, strict=True):
-                    _mark(context, name, answers, found)
+            arms = maker.caches(context.ids, own, contexts[number - 1].ids, wrong)
+            _answer(context, plan, arms, found)
         wrong = own
         yield Step((number + 1) / len(contexts), f"context {number + 1} of {len(contexts)}")
     results = {
@@ -124,6 +119,22 @@ def stream(
             host, direction, total, [("tasks", ",".join(context.sha256 for context in contexts))]
         ),
     )
+
+
+def _answer(
+    context: Context,
+    plan: Plan,
+    arms: Iterable[tuple[str, LoadedModel, Cache]],
+    found: dict[tuple[str, str], _Answers],
+) -> None:
+    """Ask all arms of a context; those of one model whose caches are equally long answer together."""
+    alike: dict[tuple[int, int], list[tuple[str, LoadedModel, Cache]]] = {}
+    for arm in arms:
+        alike.setdefault((id(arm[1]), length(arm[2])), []).append(arm)
+    for group in alike.values():
+        scored = plan.run_all(group[0][1], [cache for _, _, cache in group])
+        for (name, _, _), answers in zip(group, scored, strict=True):
+            _mark(context, name, answers, found)
 
 
 def _mark(context: Context, arm: str, scored: list[Scored], found: dict[tuple[str, str], _Answers]) -> None:

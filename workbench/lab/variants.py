@@ -29,10 +29,12 @@ from workbench.lab.results.figure import Figure
 from workbench.lab.results.tasks import TaskResult
 from workbench.lab.results.variants import Variant, Variants
 from workbench.lab.rows import Plan, Span
-from workbench.lab.scores import _Answers, _mark, _result
+from workbench.lab.scores import _answer, _Answers, _result
 from workbench.lab.variant_fits import DEFAULT_SEQUENCES, Candidate
 
 if TYPE_CHECKING:
+    from transformers import Cache
+
     from workbench.models.loading import LoadedModel
     from workbench.models.pair import PairHost
 
@@ -267,16 +269,21 @@ def ask(
         plan = Plan(context.ids[-1], spans)
         with host.holding_lane(should_stop):
             own = fixed.read(context.ids)
-            for arm in (
-                "native",
-                "no_context",
-                *makers,
-                "source",
-            ):  # the source last: its cache is cut for it
-                _check(should_stop)
-                made, name = (makers[arm], "mapped") if arm in makers else (fixed, arm)
-                model, cache = made.make(name, context.ids, own, context.ids, own)
-                _mark(context, arm, plan.run(model, cache), found.answers)
+
+            def arms(
+                ids: Sequence[int] = context.ids, own: Cache = own
+            ) -> Iterator[tuple[str, LoadedModel, Cache]]:
+                for arm in (
+                    "native",
+                    "no_context",
+                    *makers,
+                    "source",
+                ):  # the source last: its cache is cut for it
+                    _check(should_stop)
+                    made, name = (makers[arm], "mapped") if arm in makers else (fixed, arm)
+                    yield arm, *made.make(name, ids, own, ids, own)
+
+            _answer(context, plan, arms(), found.answers)
         yield Step(number / len(contexts), f"context {number} of {len(contexts)}")
 
 
