@@ -249,7 +249,7 @@ def test_an_mlp_and_a_polish_are_judged_and_never_lose(strangers, tmp_path):
     )
     mapper, manifest, report = fit(source, target, TEXTS, options, direction="up", state_file=tmp_path / "s")
     assert report.mlp["choose_error_share"] <= 1.0 and "r2_v_without" in report.mlp
-    assert report.polish_kl[-1] > 0 and len(report.polish_kl) == 2
+    assert 0 < report.polish_quotes_kl[-1] <= report.polish_quotes_kl[0] and len(report.polish_kl) == 3
     assert list(tmp_path.iterdir()) == []
     artefact.save(tmp_path / "m", mapper, manifest)
     loaded, read = artefact.load(tmp_path / "m", source.identity, target.identity, "up")

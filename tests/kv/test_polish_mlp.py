@@ -1,5 +1,8 @@
 """Polish: its loss is the KL after a real handoff, and goes down. MLP: learns what is not linear, and resumes."""
 
+import itertools
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -43,8 +46,9 @@ def test_the_loss_is_the_kl_after_a_real_handoff(pair, form):
 
     cache = new_cache(3)
     first, account = hand_over(ids[:cut], filled(source.model, ids[:cut]), target, cache, mapper, source)
-    rest = forward(target.model, ids[cut : cut + polish.FOLLOWING - 1], cache, keep=polish.FOLLOWING - 1)
-    native = forward(target.model, ids[: cut + polish.FOLLOWING - 1], new_cache(3), keep=polish.FOLLOWING)
+    n = polish.following(len(ids))
+    rest = forward(target.model, ids[cut : cut + n - 1], cache, keep=n - 1)
+    native = forward(target.model, ids[: cut + n - 1], new_cache(3), keep=n)
     expected = kl_divergence(native, torch.cat((first, rest))).mean()
     assert (account.anchors, account.hold_back, account.mapped) == (2, 5, cut - 7)
     assert float(loss) == pytest.approx(float(expected), rel=2e-2)  # recordings are in half precision
@@ -55,10 +59,52 @@ def test_polish_lowers_the_kl_and_leaves_the_models_alone(pair):
     mapper = replace(low_rank_mapper(source.model, target.model), anchors=2, hold_back=5)
     recorded, before = pieces(pair, 3), [p.clone() for p in target.model.parameters()]
     done = polish.polish(mapper, target, recorded, recorded, 12, rate=0.03)
-    assert min(done.kl) < 0.97 * done.kl[0]
+    assert min(done.kl) < 0.97 * done.kl[0] and done.kl[-1] == min(done.kl)
+    assert all(math.isnan(kl) for kl in done.quotes_kl)  # no piece quotes itself
     assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
     assert not any(done.mapper.tensor(name).requires_grad for name in mapper.shapes())
     assert torch.equal(mapper.reduce[0], low_rank_mapper(source.model, target.model).reduce[0])
+
+
+def test_quotes_are_spans_of_the_text_before_them():
+    ids = list(range(1000, 1200))
+    for seed in range(20):
+        quoted, cut = polish.quoting(ids, 3, 5, [7, 8], random.Random(seed))
+        assert len(quoted) == len(ids) and quoted[:cut] == ids[:cut]
+        assert 3 + polish.SHORTEST_MAPPED + 5 <= cut <= len(ids) - polish.following(len(ids)) == 150
+        tail = quoted[cut:]
+        assert tail[:2] == [7, 8]
+        words = [token for token in tail if token not in (7, 8)]
+        assert all(1003 <= token < 1000 + cut for token in words)
+        joins = sum(b != a + 1 for a, b in itertools.pairwise(words))
+        assert len(words) / polish.LONGEST_QUOTE - 1 <= joins <= len(words) / polish.SHORTEST_QUOTE
+
+
+def test_every_second_step_learns_from_quotes_and_both_kinds_are_judged(pair, monkeypatch):
+    source, target = pair
+    mapper = replace(low_rank_mapper(source.model, target.model), anchors=2, hold_back=5)
+    quoted, cut = polish.quoting(random_ids(110, seed=9), 2, 5, [1], random.Random(0))
+    recorded = [*pieces(pair, 2), polish.record(source, target, quoted, 2, cut)]
+    seen, real = [], polish._loss
+
+    def loss(mapper, target, piece, cut):
+        seen.append((piece.cut, cut))
+        return real(mapper, target, piece, cut)
+
+    monkeypatch.setattr(polish, "_loss", loss)
+    done = polish.polish(mapper, target, recorded, recorded[1:], 4, rate=1e-6)
+    assert [kind for kind, _ in seen] == [
+        None,
+        cut,
+        None,
+        cut,
+        None,
+        cut,
+        None,
+        cut,
+    ]  # judged, four steps, judged
+    assert all(at == cut for kind, at in seen if kind)
+    assert done.kl[0] != done.quotes_kl[0] > 0
 
 
 def test_a_polish_that_only_makes_it_worse_changes_nothing_and_stops_when_asked(pair):
@@ -66,7 +112,7 @@ def test_a_polish_that_only_makes_it_worse_changes_nothing_and_stops_when_asked(
     mapper = replace(low_rank_mapper(source.model, target.model), anchors=2, hold_back=5)
     recorded = pieces(pair, 2)
     kept = polish.polish(mapper, target, recorded[:1], recorded[1:], 1, rate=1e4)
-    assert kept.kl[-1] > kept.kl[0]
+    assert kept.kl[1] > kept.kl[0] == kept.kl[2]
     assert torch.equal(kept.mapper.key_weight[0], mapper.key_weight[0])
 
     def stop():

@@ -197,9 +197,10 @@ def show(result: dict[str, Any]) -> str:
             f"of values {mlp['r2_v_without']:.3f} and {mlp['r2_v_with']:.3f}"
         )
     if result["polish_kl"]:
-        kl = result["polish_kl"]
+        plain, quotes = result["polish_kl"], result["polish_quotes_kl"]
         lines.append(
-            f"polish: KL on held-out pieces {kl[0]:.4f} before, {min(kl):.4f} after, {seconds['polish']:.0f} s"
+            f"polish: KL on held-out pieces {plain[0]:.4f} before, {plain[-1]:.4f} after, on quotes {quotes[0]:.4f} and "
+            f"{quotes[-1]:.4f}, {seconds['polish']:.0f} s"
         )
     return "\n".join(lines + ([f"Warning: {result['warning']}"] if result["warning"] else []))
 

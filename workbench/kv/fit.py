@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from workbench.kv.spec import check_pair
 from workbench.kv.state import FitState
 
 if TYPE_CHECKING:
+    from workbench.kv.polish import Polished, Recording
     from workbench.models.loading import LoadedModel
 
 
@@ -131,7 +133,9 @@ def fit(
     seconds["solve"] = perf_counter() - clock
     if options.polish:
         clock = perf_counter()
-        mapper, extra["polish_kl"] = _polish(mapper, gatherer, sequences, options, tell, check)
+        polished = _polish(mapper, gatherer, sequences, options, tell, check)
+        mapper = polished.mapper
+        extra |= {"polish_kl": polished.kl, "polish_quotes_kl": polished.quotes_kl}
         seconds["polish"] = perf_counter() - clock
 
     familiar, reread_share = familiar_ids(source.tokenizer, texts, sequences, options.reread)
@@ -257,28 +261,36 @@ def _polish(
     options: FitOptions,
     tell: Progress,
     check: Check,
-) -> tuple[KVMapper, tuple[float, ...]]:
-    from workbench.kv.polish import MOST_JUDGED, MOST_PIECES, long_enough, polish, record
+) -> Polished:
+    """Polish on the pieces that were fitted on, judged by those that chose; each piece plain, and with quotes."""
+    from workbench.kv.polish import MOST_BYTES, MOST_JUDGED, long_enough, polish, quoting, record
 
-    recorded: dict[str, list[Any]] = {"fit": [], "choose": []}
-    limits = {"fit": MOST_PIECES, "choose": MOST_JUDGED}
+    source, target = gatherer.source, gatherer.target
+    pause = source.tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+    draw = random.Random(options.seed)
+    recorded: dict[str, list[Recording]] = {"fit": [], "choose": []}
+    room = MOST_BYTES
     for index, ids in enumerate(sequences):
         part = part_of(index)
-        if (
-            part in limits
-            and len(recorded[part]) < limits[part]
-            and long_enough(ids, options.anchors, options.hold_back)
-        ):
-            check()
-            recorded[part].append(record(gatherer.source, gatherer.target, ids, options.anchors))
-            tell(0.9, f"polish: read {len(recorded['fit'])} pieces")
+        if part not in recorded or not long_enough(ids, options.anchors, options.hold_back):
+            continue
+        if room < 0 or (part == "choose" and len(recorded[part]) >= 2 * MOST_JUDGED):
+            continue
+        check()
+        quoted, cut = quoting(ids, options.anchors, options.hold_back, pause, draw)
+        pieces = [
+            record(source, target, ids, options.anchors),
+            record(source, target, quoted, options.anchors, cut),
+        ]
+        recorded[part] += pieces
+        room -= sum(piece.nbytes for piece in pieces)
+        tell(0.9, f"polish: read {len(recorded['fit'])} pieces")
     if not recorded["fit"] or not recorded["choose"]:
         raise InputError("The pieces of text are too short to polish on.", "Use a larger length.")
-    done = polish(
-        mapper, gatherer.target, recorded["fit"], recorded["choose"], options.polish, seed=options.seed,
+    return polish(
+        mapper, target, recorded["fit"], recorded["choose"], options.polish, seed=options.seed,
         progress=lambda share, text: tell(0.9 + 0.1 * share, text), check=check,
     )  # fmt: skip
-    return done.mapper, done.kl
 
 
 @torch.inference_mode()

@@ -97,8 +97,8 @@ class FitReport:
 
     R² is averaged over layers and heads, on tokens that neither fitted nor chose anything (`heldout_tokens` of them);
     `r2_*_by_head` is [layer][head]. Of what was fitted on, `chosen_tokens` were first used to choose source layers and
-    ridge. `mlp` compares with and without the hidden layers; `polish_kl` is the KL on held-out pieces at the start of the
-    polish and at every look.
+    ridge. `mlp` compares with and without the hidden layers; `polish_kl` and `polish_quotes_kl` are the KL on held-out
+    pieces, of plain text and of quotes, at the start of the polish, at every look, and last of the state that was kept.
     """
 
     tokens: int
@@ -116,6 +116,7 @@ class FitReport:
     flops_per_token: int = 0
     mlp: dict[str, float] | None = None
     polish_kl: tuple[float, ...] = ()
+    polish_quotes_kl: tuple[float, ...] = ()
     reread_share: float = 0.0
 
     @property

@@ -100,12 +100,12 @@ def report_view(gate: Any, report: Any) -> str:
         ("peak memory of the server", f"{number(round(report.peak_rss_mb))} MB"),
     ]
     if report.polish_kl:
-        rows.insert(
-            4,
-            (
-                "KL before and after polishing, held out",
-                " → ".join(number(report.polish_kl[i]) for i in (0, -1)),
-            ),
-        )
+        rows[4:4] = [
+            (f"{term('KL')} before and after polishing, {what}", " → ".join(number(kl[i]) for i in (0, -1)))
+            for what, kl in (
+                ("held-out text", report.polish_kl),
+                ("held-out quotes", report.polish_quotes_kl),
+            )
+        ]
     warning = notice(report.warning, "warn") if report.warning else ""
     return warning + f'<div class="kv-panel"><h2>Fit report</h2>{table(["figure", "value"], rows)}</div>'
