@@ -84,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"steps of gradient descent on the target's own KL afterwards (default: {DEFAULTS['polish']})",
     )
     parser.add_argument(
+        "--polish-text", type=Path, nargs="+", metavar="FILE",
+        help="more text to polish on, beside all of the calibration text; a .jsonl file holds chats",
+    )  # fmt: skip
+    parser.add_argument(
         "--reread",
         type=float,
         default=DEFAULTS["reread"],
@@ -126,6 +130,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     from workbench.kv.artefact import save
     from workbench.kv.fit import fit
     from workbench.kv.options import FitOptions, cut_sequences
+    from workbench.lab import corpus
     from workbench.lab.calibration import calibration_texts
     from workbench.models.place import home
 
@@ -155,7 +160,15 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     check_writable(out)
     texts, name = calibration_texts(args.calibration, options.sequences * options.length)
 
+    polish_files = args.polish_text or []
+    polish_texts = [
+        d.text for path in polish_files if path.suffix != ".jsonl" for d in corpus.read_file(path)
+    ]
+
     source, target = host.model(source_side, progress), host.model(target_side, progress)
+    for path in polish_files:
+        if path.suffix == ".jsonl":
+            polish_texts += [chat.text for chat in corpus.chats(target.tokenizer, path=path)]
     check = gate(target, cut_sequences(target.tokenizer, texts, options)[0][:64])
     if not check.ok:
         raise WorkbenchError(
@@ -168,7 +181,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
             mapper, manifest, report = fit(
                 source, target, texts, options, direction=direction, calibration=name, progress=progress,
                 state_file=args.sums or out.parent / f".{out.name}.fit.safetensors", resume=args.resume,
-                keep_state=args.sums is not None, back_file=args.back_sums,
+                keep_state=args.sums is not None, back_file=args.back_sums, polish_texts=polish_texts,
             )  # fmt: skip
     except distributed.ShareDone:
         raise SystemExit(0) from None  # the first process solves, saves and reports

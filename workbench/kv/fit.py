@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -32,14 +32,14 @@ from workbench.kv.features import hidden_coordinates
 from workbench.kv.gather import Gatherer, part_of
 from workbench.kv.manifest import FORMAT, NATIVE_FORMAT
 from workbench.kv.mapper import KVMapper
-from workbench.kv.options import FitOptions, FitReport, cut_sequences
+from workbench.kv.options import FitOptions, FitReport, cut_pieces, cut_sequences
 from workbench.kv.ridge import columns_of, head_r2
 from workbench.kv.solve import Check, Progress, metric_of, outputs_of, solve_full, solve_low_rank
 from workbench.kv.spec import check_pair
 from workbench.kv.state import FitState
 
 if TYPE_CHECKING:
-    from workbench.kv.polish import Polished, Recording
+    from workbench.kv.polish import Polished
     from workbench.models.loading import LoadedModel
 
 
@@ -57,6 +57,7 @@ def fit(
     resume: bool = False,
     keep_state: bool = False,
     back_file: Path | None = None,
+    polish_texts: Sequence[str] = (),
 ) -> tuple[KVMapper, Manifest, FitReport]:
     """Fit a mapper from `source` to `target`.
 
@@ -74,6 +75,7 @@ def fit(
         keep_state: leave the complete sums in `state_file`, so that a fit with another `top_k` or `ridge` can resume
             from them without reading anything again.
         back_file: the sums of the opposite direction go here, from the same reading: its fit can resume from them.
+        polish_texts: more documents to polish on, beside `texts`.
 
     Returns:
         The mapper (float32), its manifest (without the tensors' sum, which saving fills in) and the report.
@@ -131,9 +133,10 @@ def fit(
     if options.mlp:
         mapper, extra["mlp"] = _add_mlp(mapper, gatherer, options, state, tell, check)
     seconds["solve"] = perf_counter() - clock
+    pieces = 0
     if options.polish:
         clock = perf_counter()
-        polished = _polish(mapper, gatherer, sequences, options, tell, check)
+        polished, pieces = _polish(mapper, gatherer, sequences, [*texts, *polish_texts], options, tell, check)
         mapper = polished.mapper
         extra |= {"polish_kl": polished.kl, "polish_quotes_kl": polished.quotes_kl}
         seconds["polish"] = perf_counter() - clock
@@ -156,6 +159,7 @@ def fit(
         calibration={
             "name": calibration, "sha256": text_sum, "tokens": report.tokens, "stride": options.stride,
             "sequences": len(sequences), "length": options.length, "seed": options.seed,
+            **({"polish_pieces": pieces} if pieces else {}),
         },
         held_out={
             "r2_k": report.r2_k, "r2_v": report.r2_v, "tokens": report.heldout_tokens,
@@ -258,39 +262,31 @@ def _polish(
     mapper: KVMapper,
     gatherer: Gatherer,
     sequences: list[list[int]],
+    texts: Sequence[str],
     options: FitOptions,
     tell: Progress,
     check: Check,
-) -> Polished:
-    """Polish on the pieces that were fitted on, judged by those that chose; each piece plain, and with quotes."""
-    from workbench.kv.polish import MOST_BYTES, MOST_JUDGED, long_enough, polish, quoting, record
+) -> tuple[Polished, int]:
+    """Polish on all pieces of the texts but those that choose and report; the former judge. Also how many pieces."""
+    from workbench.kv.polish import MOST_JUDGED, lessons, long_enough, polish
 
-    source, target = gatherer.source, gatherer.target
-    pause = source.tokenizer("\n\n", add_special_tokens=False)["input_ids"]
-    draw = random.Random(options.seed)
-    recorded: dict[str, list[Recording]] = {"fit": [], "choose": []}
-    room = MOST_BYTES
-    for index, ids in enumerate(sequences):
-        part = part_of(index)
-        if part not in recorded or not long_enough(ids, options.anchors, options.hold_back):
-            continue
-        if room < 0 or (part == "choose" and len(recorded[part]) >= 2 * MOST_JUDGED):
-            continue
-        check()
-        quoted, cut = quoting(ids, options.anchors, options.hold_back, pause, draw)
-        pieces = [
-            record(source, target, ids, options.anchors),
-            record(source, target, quoted, options.anchors, cut),
-        ]
-        recorded[part] += pieces
-        room -= sum(piece.nbytes for piece in pieces)
-        tell(0.9, f"polish: read {len(recorded['fit'])} pieces")
-    if not recorded["fit"] or not recorded["choose"]:
+    source, target, anchors, back = gatherer.source, gatherer.target, options.anchors, options.hold_back
+
+    def usable(found: Iterable[list[int]]) -> list[list[int]]:
+        return [ids for ids in found if long_enough(ids, anchors, back)]
+
+    apart = {tuple(ids) for index, ids in enumerate(sequences) if part_of(index) != "fit"}
+    choosing = usable(ids for index, ids in enumerate(sequences) if part_of(index) == "choose")[:MOST_JUDGED]
+    pieces = usable(ids for ids in cut_pieces(source.tokenizer, texts, options) if tuple(ids) not in apart)
+    if not pieces or not choosing:
         raise InputError("The pieces of text are too short to polish on.", "Use a larger length.")
-    return polish(
-        mapper, target, recorded["fit"], recorded["choose"], options.polish, seed=options.seed,
+    judged = lessons(source, target, choosing, anchors, back, options.seed)
+    done = polish(
+        mapper, target, lessons(source, target, pieces, anchors, back, options.seed),
+        [*islice(judged, 2 * len(choosing))], options.polish,
         progress=lambda share, text: tell(0.9 + 0.1 * share, text), check=check,
     )  # fmt: skip
+    return done, len(pieces)
 
 
 @torch.inference_mode()

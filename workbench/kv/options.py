@@ -133,20 +133,10 @@ class FitReport:
 def cut_sequences(tokenizer: Any, texts: Sequence[str], options: FitOptions) -> list[list[int]]:
     """Cut documents into pieces of `options.length` tokens and pick `options.sequences` of them, spread by a seed.
 
-    Every piece starts as a context does, with the start token where the tokenizer adds one.
-
     Raises:
         InputError: when the texts have too few tokens.
     """
-    pieces: list[list[int]] = []
-    first = list(tokenizer("")["input_ids"])
-    step = options.length - len(first)
-    for text in texts:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        for start in range(0, len(ids), step):
-            piece = first + ids[start : start + step]
-            if len(piece) >= max(SHORTEST_SEQUENCE, options.anchors + options.stride + 1):
-                pieces.append(piece)
+    pieces = cut_pieces(tokenizer, texts, options)
     if len(pieces) < PARTS_EVERY:
         raise InputError(
             f"The calibration text gives only {len(pieces)} pieces of {options.length} tokens, at least "
@@ -159,4 +149,21 @@ def cut_sequences(tokenizer: Any, texts: Sequence[str], options: FitOptions) -> 
     pieces.sort(key=len, reverse=True)
     pieces = pieces[: options.sequences]
     order.shuffle(pieces)
+    return pieces
+
+
+def cut_pieces(tokenizer: Any, texts: Sequence[str], options: FitOptions) -> list[list[int]]:
+    """All pieces of `options.length` tokens, a document's last one shorter, in the order of the texts.
+
+    Every piece starts as a context does, with the start token where the tokenizer adds one.
+    """
+    pieces: list[list[int]] = []
+    first = list(tokenizer("")["input_ids"])
+    step = options.length - len(first)
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for start in range(0, len(ids), step):
+            piece = first + ids[start : start + step]
+            if len(piece) >= max(SHORTEST_SEQUENCE, options.anchors + options.stride + 1):
+                pieces.append(piece)
     return pieces

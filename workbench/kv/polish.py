@@ -10,18 +10,19 @@ and its gradient goes through the target, whose weights stay as they are, into t
 the size of each matrix, cosine schedule). Only the held-back and the following tokens run through the target, since its
 own predictions are kept from one reading: a step costs about as much as a prefill of three times as many tokens.
 
-Plain text seldom asks which word stood where, and a map that is good on it may still have lost that. So every second
-step ends in *quotes*: short spans of the context, said again. The target finds them in its own cache and is certain of
-them; over a closed-form map it is lost, at many times the KL of plain text.
+Plain text seldom asks which word stood where, and a map that is good on it may still have lost that. So every piece of
+text breaks off and goes on with *quotes*: short spans of itself, said again. The target finds them in its own cache and is
+certain of them; over a closed-form map it is lost, at many times the KL of plain text. Steps learn from the quotes and from
+the text before them in turn. Pieces are read when their turn comes, so that nothing is learnt by heart while there is text.
 
-Every `JUDGE_EVERY` steps the map is judged on other pieces of both kinds; the best one is kept, the closed form included.
+Every `JUDGE_EVERY` steps the map is judged on both, in other pieces; the best one is kept, the closed form included.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 
 FOLLOWING = 128  # tokens that are predicted at each cut, of a short piece a quarter
 RATE = 4e-3  # of Adam, times the root mean square of the matrix
-JUDGE_EVERY = 50
-MOST_BYTES, MOST_JUDGED = 3 << 30, 8  # of recordings kept in memory; pieces to judge by
+JUDGE_EVERY = 100
+MOST_JUDGED = 12  # pieces
 SHORTEST_MAPPED = 32
 SHORTEST_QUOTE, LONGEST_QUOTE = 12, SHORTEST_MAPPED  # tokens
 
@@ -57,7 +58,7 @@ class Recording:
         values: the same for values.
         anchors: the target's own rotated keys and values of the first tokens, per layer (1, heads, anchors, head_dim).
         hidden: (n, hidden_size) of the target before its language-model head: what its predictions come from.
-        cut: where its quotes begin; None for plain text, which may be cut anywhere.
+        quotes: position of the first token that quotes.
     """
 
     ids: tuple[int, ...]
@@ -65,13 +66,11 @@ class Recording:
     values: Tensor
     anchors: tuple[tuple[Tensor, Tensor], ...]
     hidden: Tensor
-    cut: int | None = None
+    quotes: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what was read."""
-        parts = (self.keys, self.values, self.hidden, *(t for layer in self.anchors for t in layer))
-        return sum(part.nbytes for part in parts)
+
+Lesson = tuple[Recording, int]
+"""A piece of text and where the following tokens begin."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,30 @@ class Polished:
     quotes_kl: tuple[float, ...]
 
 
+def lessons(
+    source: LoadedModel,
+    target: LoadedModel,
+    pieces: Sequence[Sequence[int]],
+    anchors: int,
+    hold_back: int,
+    seed: int = 0,
+) -> Iterator[Lesson]:
+    """What to learn from, without end: all pieces in a new order each time, of each its quotes and then plain text."""
+    pause = source.tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+    draw = random.Random(seed)
+    while True:
+        for ids in draw.sample(pieces, len(pieces)):
+            quoted, cut = quoting(ids, anchors, hold_back, pause, draw)
+            piece = record(source, target, quoted, anchors, cut)
+            yield piece, cut
+            yield piece, draw.randint(_first_cut(anchors, hold_back), cut - following(len(quoted)))
+
+
 @torch.no_grad()
 def record(
-    source: LoadedModel, target: LoadedModel, ids: Sequence[int], anchors: int, cut: int | None = None
+    source: LoadedModel, target: LoadedModel, ids: Sequence[int], anchors: int, quotes: int
 ) -> Recording:
-    """Read one piece of text with both models; `cut` as in `Recording`."""
+    """Read one piece of text with both models."""
     own = new_cache(source.spec.layers, len(ids))
     _hidden(source.model, ids, own)
     layers = range(source.spec.layers)
@@ -103,7 +121,7 @@ def record(
     for t in range(target.spec.layers):
         k, v = layer_tensors(cache, t)
         first.append((k[:, :, :anchors].clone(), v[:, :, :anchors].clone()))
-    return Recording(tuple(ids), torch.cat(keys, 1), torch.cat(values, 1), tuple(first), hidden, cut)
+    return Recording(tuple(ids), torch.cat(keys, 1), torch.cat(values, 1), tuple(first), hidden, quotes)
 
 
 def quoting(
@@ -114,14 +132,15 @@ def quoting(
     Args:
         ids: of the text, `long_enough`.
         anchors: first tokens that are not quoted.
-        hold_back: last tokens before the quotes that the target runs.
+        hold_back: last tokens of a context that the target runs.
         pause: tokens between two quotes, such as an empty line.
         draw: of where it breaks off and what it quotes.
 
     Returns:
         As many ids as were given, and the position of the first that quotes.
     """
-    cut = draw.randint(_first_cut(anchors, hold_back), len(ids) - following(len(ids)))
+    n = following(len(ids))
+    cut = draw.randint(_first_cut(anchors, hold_back) + n, len(ids) - n)
     quotes: list[int] = []
     while len(quotes) < len(ids) - cut:
         size = draw.randint(SHORTEST_QUOTE, LONGEST_QUOTE)
@@ -133,12 +152,11 @@ def quoting(
 def polish(
     mapper: KVMapper,
     target: LoadedModel,
-    pieces: Sequence[Recording],
-    judged: Sequence[Recording],
+    learnt: Iterator[Lesson],
+    judged: Sequence[Lesson],
     steps: int,
     *,
     rate: float = RATE,
-    seed: int = 0,
     progress: Callable[[float, str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> Polished:
@@ -147,11 +165,10 @@ def polish(
     Args:
         mapper: float32, of any form; its anchors and hold_back are those of the handoff.
         target: the model that is handed over to.
-        pieces: to learn from, plain ones and such with quotes.
-        judged: others, to choose the best state by.
-        steps: of Adam, one cut of one piece each.
+        learnt: one lesson a step.
+        judged: others, to choose the best state by; quotes and plain text.
+        steps: of Adam.
         rate: relative learning rate.
-        seed: of the cuts.
         progress: called with a share and a sentence.
         check: called before every step; raises to stop.
     """
@@ -164,35 +181,30 @@ def polish(
     ]
     adam = torch.optim.Adam(groups, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: _rate_at(step, steps))
-    draw = random.Random(seed)
-    fixed = random.Random(seed + 1)
-    exams = [(piece, _cut(piece, mapper, fixed)) for piece in judged]
-    kinds = [[p for p in pieces if p.cut is None], [p for p in pieces if p.cut is not None]]
 
     def judge() -> list[float]:
-        """Mean KL of plain text and of quotes; NaN where there are none."""
+        """Mean KL of plain text and of quotes."""
         found: list[list[float]] = [[], []]
         with torch.no_grad():
             state = mapper.with_tensors(tensors)
-            for piece, cut in exams:
-                found[piece.cut is not None].append(float(_loss(state, target, piece, cut)))
-        return [sum(kls) / len(kls) if kls else math.nan for kls in found]
+            for piece, cut in judged:
+                found[cut == piece.quotes].append(float(_loss(state, target, piece, cut)))
+        return [sum(kls) / len(kls) for kls in found]
 
-    def worth(kls: Sequence[float]) -> float:
+    def worth(kls: list[float]) -> float:
         """What the best state is chosen by: halving either kind's KL is worth the same."""
-        return math.prod(kl for kl in kls if not math.isnan(kl))
+        return float(math.prod(kls))
 
     history = [judge()]
     best = {name: tensor.clone() for name, tensor in tensors.items()}
     for step in range(steps):
         if check:
             check()
-        kind = kinds[step % 2] or kinds[1 - step % 2]
-        piece = kind[draw.randrange(len(kind))]
+        piece, cut = next(learnt)
         for tensor in tensors.values():
             tensor.requires_grad_(True)
         with torch.enable_grad():
-            loss = _loss(mapper.with_tensors(tensors), target, piece, _cut(piece, mapper, draw))
+            loss = _loss(mapper.with_tensors(tensors), target, piece, cut)
             adam.zero_grad()
             loss.backward()
         torch.nn.utils.clip_grad_norm_(list(tensors.values()), 1.0)
@@ -220,21 +232,12 @@ def following(tokens: int) -> int:
 
 
 def long_enough(ids: Sequence[int], anchors: int, hold_back: int) -> bool:
-    """Whether a piece has room for something mapped, the held-back and the following tokens."""
-    return len(ids) >= _first_cut(anchors, hold_back) + following(len(ids))
+    """Whether a piece has room for something mapped, the held-back and the following tokens, and for quotes."""
+    return len(ids) >= _first_cut(anchors, hold_back) + 2 * following(len(ids))
 
 
 def _first_cut(anchors: int, hold_back: int) -> int:
     return anchors + SHORTEST_MAPPED + hold_back
-
-
-def _cut(piece: Recording, mapper: KVMapper, draw: random.Random) -> int:
-    """Where the following tokens begin."""
-    if piece.cut is not None:
-        return piece.cut
-    return draw.randint(
-        _first_cut(mapper.anchors, mapper.hold_back), len(piece.ids) - following(len(piece.ids))
-    )
 
 
 def _shown(kls: Sequence[float]) -> str:

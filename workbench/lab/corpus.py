@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from workbench.errors import InputError
 from workbench.lab.provenance import text_hash
 
@@ -113,21 +115,29 @@ def read_file(path: Path) -> list[Document]:
     return [Document(name, part) for name, part in zip(names, parts, strict=True)]
 
 
-def chats(tokenizer: Any, limit: int | None = None) -> list[Document]:
-    """The held-out chats as text, each rendered with the tokenizer's chat template.
+def chats(tokenizer: Any, limit: int | None = None, path: Path | None = None) -> list[Document]:
+    """Chats as text, each rendered with the tokenizer's chat template.
+
+    Args:
+        tokenizer: of the pair.
+        limit: at most so many.
+        path: a file with a JSON object a line, whose "messages" have role and content; None for the held-out ones.
 
     Raises:
-        InputError: when they are missing.
+        InputError: when they are missing or something else.
     """
-    path = TEXT_FOLDER / "chats-heldout.jsonl"
+    path = path or TEXT_FOLDER / "chats-heldout.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        raise InputError("There are no held-out chats.", "Use the held-out texts.") from None
+        lines = path.read_text(encoding="utf-8").splitlines()[:limit]
+    except (OSError, UnicodeDecodeError):
+        raise InputError(f"There are no chats in {path.name!r}.", "Use text files.") from None
     found = []
-    for number, line in enumerate(lines[:limit], start=1):
-        messages = json.loads(line)["messages"]
-        found.append(Document(f"chat-{number}", tokenizer.apply_chat_template(messages, tokenize=False)))
+    for number, line in enumerate(lines, start=1):
+        try:
+            messages = json.loads(line)["messages"]
+            found.append(Document(f"chat-{number}", tokenizer.apply_chat_template(messages, tokenize=False)))
+        except (ValueError, KeyError, TypeError, RecursionError, TemplateError):
+            raise InputError(f"Line {number} of {path.name!r} is no chat.", 'It needs "messages".') from None
     return found
 
 
