@@ -222,7 +222,8 @@ def polish(
                 f"polish: step {step + 1} of {steps}, KL {_shown(history[-1])} (from {_shown(history[0])})",
             )
     moved = {name: tensor.to(mapper.tensor(name).device) for name, tensor in best.items()}
-    plain, quotes = zip(*history, min(history, key=worth), strict=True)
+    history.append(min(history, key=worth))
+    plain, quotes = zip(*history, strict=True)
     return Polished(mapper.with_tensors(moved), plain, quotes)
 
 
