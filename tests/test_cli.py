@@ -176,6 +176,8 @@ def test_pairs_lists_the_catalog(folder: Path, capsys: pytest.CaptureFixture[str
         (["pairs", "--direction", "left"], "left"),
         (["pairs", "--threads", "0"], "--threads"),
         (["doctor", "--mapper", "nowhere"], "'nowhere'"),
+        (["fit", "--polish-text", "more.txt"], "--polish "),
+        (["fit", "--polish", "9", "--polish-text", "more.txt"], "more.txt"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_status_2(

@@ -256,6 +256,23 @@ def test_an_mlp_and_a_polish_are_judged_and_never_lose(strangers, tmp_path):
     assert (read.hidden, read.ranks, read.polish) == (8, (16,), 3) and loaded.hidden == 8
 
 
+def test_a_polish_learns_from_all_other_pieces_and_from_more_text(strangers, monkeypatch):
+    from workbench.kv import polish
+
+    source, target = strangers
+    taught, real = [], polish.lessons
+    monkeypatch.setattr(polish, "lessons", lambda s, t, pieces, *a: taught.append(pieces) or real(s, t, pieces, *a))
+    options = FitOptions(16, 192, top_k=1, polish=1, hold_back=4)
+    _, manifest, _ = fit(source, target, TEXTS, options, direction="up", polish_texts=["x" * 400])
+    judged, learnt = taught
+    assert manifest.calibration["polish_pieces"] == len(learnt) > 16
+    assert not {tuple(ids) for ids in judged} & {tuple(ids) for ids in learnt}
+    more = source.tokenizer("x" * 400)["input_ids"][:192]
+    assert more in learnt and more not in cut_sequences(source.tokenizer, TEXTS, options)
+    with pytest.raises(InputError, match="too short to polish"):
+        fit(source, target, TEXTS, replace(options, length=64), direction="up")
+
+
 def test_the_command_line_has_the_same_defaults():
     from workbench.commands.fit import DEFAULTS
 

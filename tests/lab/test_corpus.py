@@ -49,6 +49,22 @@ def test_the_projects_own_texts_keep_the_two_uses_apart() -> None:
         corpus.documents("nothing-of-this-name")
 
 
+def test_chats_of_ones_own_file_are_rendered_and_anything_else_is_refused_by_its_line(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "Is it raining?"}]}\n', encoding="utf-8")
+    (chat,) = corpus.chats(tokenizer, path=path)
+    assert "Is it raining?" in chat.text and chat.name == "chat-1"
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"messages": 3}\n')
+    assert len(corpus.chats(tokenizer, limit=1, path=path)) == 1
+    for wrong, words in ((path, "Line 2 of 'talks.jsonl'"), (tmp_path / "none.jsonl", "'none.jsonl'")):
+        with pytest.raises(InputError) as caught:
+            corpus.chats(tokenizer, path=wrong)
+        assert words in str(caught.value) and str(tmp_path) not in str(caught.value)
+
+
 def test_passages_take_every_document_in_turn_and_do_not_overlap(tokenizer: Any) -> None:
     documents = texts(3)
     found = corpus.passages(tokenizer, documents, 50, limit=7)

@@ -160,6 +160,8 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
     check_writable(out)
     texts, name = calibration_texts(args.calibration, options.sequences * options.length)
 
+    if args.polish_text and not args.polish:
+        raise InputError("--polish-text is text to polish on.", "Add --polish with a number of steps.")
     polish_files = args.polish_text or []
     polish_texts = [
         d.text for path in polish_files if path.suffix != ".jsonl" for d in corpus.read_file(path)

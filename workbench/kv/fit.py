@@ -133,18 +133,18 @@ def fit(
     if options.mlp:
         mapper, extra["mlp"] = _add_mlp(mapper, gatherer, options, state, tell, check)
     seconds["solve"] = perf_counter() - clock
-    pieces = 0
+    polish_text: dict[str, Any] = {}
     if options.polish:
         clock = perf_counter()
         polished, pieces = _polish(mapper, gatherer, sequences, [*texts, *polish_texts], options, tell, check)
         mapper = polished.mapper
+        polish_text = {"polish_pieces": len(pieces), "polish_sha256": _sum(pieces)}
         extra |= {"polish_kl": polished.kl, "polish_quotes_kl": polished.quotes_kl}
         seconds["polish"] = perf_counter() - clock
 
     familiar, reread_share = familiar_ids(source.tokenizer, texts, sequences, options.reread)
     mapper = replace(mapper, familiar=familiar, native_layers=options.native_layers)
     report = _report(gatherer, mapper, seconds, extra | {"reread_share": reread_share})
-    text_sum = hashlib.sha256(repr(sequences).encode()).hexdigest()
     manifest = Manifest(
         direction=direction,
         source=source.identity,
@@ -157,9 +157,9 @@ def fit(
         key_layers=mapper.key_layers,
         value_layers=mapper.value_layers,
         calibration={
-            "name": calibration, "sha256": text_sum, "tokens": report.tokens, "stride": options.stride,
+            "name": calibration, "sha256": _sum(sequences), "tokens": report.tokens, "stride": options.stride,
             "sequences": len(sequences), "length": options.length, "seed": options.seed,
-            **({"polish_pieces": pieces} if pieces else {}),
+            **polish_text,
         },
         held_out={
             "r2_k": report.r2_k, "r2_v": report.r2_v, "tokens": report.heldout_tokens,
@@ -266,8 +266,8 @@ def _polish(
     options: FitOptions,
     tell: Progress,
     check: Check,
-) -> tuple[Polished, int]:
-    """Polish on all pieces of the texts but those that choose and report; the former judge. Also how many pieces."""
+) -> tuple[Polished, list[list[int]]]:
+    """Polish on all pieces of the texts but those that choose and report; the former judge. Also the pieces."""
     from workbench.kv.polish import MOST_JUDGED, lessons, long_enough, polish
 
     source, target, anchors, back = gatherer.source, gatherer.target, options.anchors, options.hold_back
@@ -286,7 +286,11 @@ def _polish(
         [*islice(judged, 2 * len(choosing))], options.polish,
         progress=lambda share, text: tell(0.9 + 0.1 * share, text), check=check,
     )  # fmt: skip
-    return done, len(pieces)
+    return done, pieces
+
+
+def _sum(pieces: list[list[int]]) -> str:
+    return hashlib.sha256(repr(pieces).encode()).hexdigest()
 
 
 @torch.inference_mode()

@@ -95,7 +95,7 @@ def more_options(public: bool) -> More:
             made.polish = gr.Number(
                 0 if public else DEFAULTS["polish"],
                 label="Steps of polishing",
-                info="gradient descent afterwards; needs a rank; 0: none",
+                info="gradient descent on what the target predicts, afterwards; 0: none",
                 precision=0,
                 minimum=0,
                 maximum=10_000,
