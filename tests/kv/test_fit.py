@@ -261,7 +261,9 @@ def test_a_polish_learns_from_all_other_pieces_and_from_more_text(strangers, mon
 
     source, target = strangers
     taught, real = [], polish.lessons
-    monkeypatch.setattr(polish, "lessons", lambda s, t, pieces, *a: taught.append(pieces) or real(s, t, pieces, *a))
+    monkeypatch.setattr(
+        polish, "lessons", lambda s, t, pieces, *a: taught.append(pieces) or real(s, t, pieces, *a)
+    )
     options = FitOptions(16, 192, top_k=1, polish=1, hold_back=4)
     _, manifest, _ = fit(source, target, TEXTS, options, direction="up", polish_texts=["x" * 400])
     judged, learnt = taught
