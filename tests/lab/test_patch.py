@@ -18,13 +18,14 @@ from workbench.kv.cache import copy, layer_tensors, new_cache
 from workbench.kv.capture import capture_attention
 from workbench.kv.forward import forward
 from workbench.lab import branches, head_sums, heads, patch
-from workbench.lab.attribution import estimated_gains
+from workbench.lab.attribution import estimated_gains, path_gains
 from workbench.lab.branches import Branches, cells
 from workbench.lab.corpus import passages
 from workbench.lab.likelihood import kl_divergence
 from workbench.lab.patch import PatchOptions
 from workbench.lab.results import Step, finish
 from workbench.lab.results.correlation import spearman
+from workbench.lab.results.heads import SAME_TEXT
 from workbench.lab.results.patch import HeadPatches
 from workbench.models.loading import LoadedModel, wrap
 from workbench.models.pair import PairHost
@@ -98,7 +99,7 @@ def test_the_stream_agrees_with_plain_runs(host: PairHost) -> None:
     fractions = [item.fraction for item in items[:-1] if isinstance(item, Step)]
     assert fractions == sorted(fractions) and fractions[-1] == pytest.approx(1.0)
     source, target, mapper = host.model("small"), host.model("large"), host.mapper("up")[0]
-    base, gain, damage, bottom = [], [], [], []
+    base, gain, damage, bottom, estimates = [], [], [], [], []
     for passage in passages(target.tokenizer, texts(2), 35, 2):
         made = patch.branch(source, target, mapper, passage, options)
         native = forward(target.model, passage.ids[:-1], new_cache(3), keep=5)
@@ -108,23 +109,30 @@ def test_the_stream_agrees_with_plain_runs(host: PairHost) -> None:
                 kl_divergence(native, forward(target.model, passage.ids[26:-1], cache, keep=5)).mean()
             )
 
+        estimates.append(path_gains(made).sum(-1))
         base.append(kl(copy(made.mapped)))
         gain.append(base[-1] - kl(exchanged(made.mapped, made.true, cells([1], [1], "v"))))
         damage.append(kl(exchanged(made.true, made.mapped, cells([2], [0, 1], "kv"))))
         bottom.append(kl(exchanged(made.mapped, made.true, cells([0, 1], [0, 1], "kv"))))
     assert result.base_kl == pytest.approx(np.mean(base), rel=1e-3)
+    assert result.estimate == pytest.approx(torch.stack(estimates).mean(0).numpy(), rel=1e-3, abs=1e-7)
+    result_maps = maps.with_patches(result)
     assert result.gain["v"][1, 1] == pytest.approx(np.mean(gain), rel=1e-2, abs=1e-5)
     assert result.layer_damage["kv"][2] == pytest.approx(np.mean(damage), rel=1e-3)
     assert result.native_bottom[2] == pytest.approx(np.mean(bottom), rel=1e-3)
     prediction = result.prediction
-    assert prediction is not None and prediction.best_metric in maps.metrics
-    assert set(prediction.repair) == {*maps.metrics, "random", "causal"}
+    assert prediction is not None and prediction.best_metric in {*maps.metrics, SAME_TEXT}
+    assert set(prediction.repair) == {*maps.metrics, SAME_TEXT, "random", "causal"}
+    assert SAME_TEXT in result_maps.metrics and SAME_TEXT not in maps.metrics
     worst = np.unravel_index(result.gain["kv"].argmax(), (3, 2))
     top = prediction.repair["causal"]["1"]  # one head: exactly its own patch
     assert top == pytest.approx(result.gain["kv"][worst] / result.base_kl, rel=1e-3)
     data = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert {"rank_correlation", "repair", "best_metric"} <= set(data)
     assert HeadPatches.from_json(data).to_json() == result.to_json()
+    del data["estimate"]  # as in results of before
+    older = HeadPatches.from_json(data)
+    assert np.isnan(older.estimate).all() and SAME_TEXT not in maps.with_patches(older).metrics
 
 
 def test_stopped_and_resumed(host: PairHost, tmp_path: Path) -> None:

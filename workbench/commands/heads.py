@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, progress: Any) -> dict[str, Any]:
         patch.stream(host, direction, texts, options, result, state, args.resume),
         lambda done, what: progress(share + (1 - share) * done, what),
     )
-    result = result.with_causal(patches.gain["kv"], patches.damage["kv"])
+    result = result.with_patches(patches)
     found = {**result.to_json(), **save(args, result, host, direction, "heads")}
     told = patches.to_json()
     top = {name: told[name] for name in ("rank_correlation", "repair", "best_metric")}

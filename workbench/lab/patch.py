@@ -10,6 +10,9 @@ variant), the mean over the following tokens.
 Gains of single heads do not add up: one may be negative where two errors cancelled each other. So the *repair curve*
 restores the worst 1, 5, 10 and 20 % of the heads by a metric together, beside random ones and the order that the gains
 themselves give. That order comes from the same texts, so it is a hard one to beat; the metrics may come from others.
+One cheap metric is taken from the same texts too: the gain as `workbench.lab.attribution` estimates it from four gradients
+a text, before anything is exchanged. It says whether patching could have been spared on the text at hand; the same estimate
+from other texts says whether it can be foreseen.
 `native_bottom` restores the lowest m layers together, which is what running them natively over the whole context
 would win: nothing above is needed for their hidden states.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -30,12 +33,13 @@ from transformers import Cache
 from workbench.errors import Cancelled, InputError
 from workbench.kv.cache import new_cache
 from workbench.kv.forward import forward
+from workbench.lab.attribution import path_gains
 from workbench.lab.branches import Branches, Exchange, cells
 from workbench.lab.corpus import Document, Passage, documents, passages
 from workbench.lab.provenance import models_of, trace, write_text
 from workbench.lab.results.common import Step
 from workbench.lab.results.correlation import spearman
-from workbench.lab.results.heads import CHEAP, METRICS, HeadMaps
+from workbench.lab.results.heads import CHEAP, METRICS, SAME_TEXT, HeadMaps
 from workbench.lab.results.patch import CAUSAL, KINDS, RANDOM, SHARES, HeadPatches, Prediction
 
 if TYPE_CHECKING:
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
 ShouldStop = Callable[[], bool] | None
 DEFAULT_TEXTS, DEFAULT_CONTEXT, DEFAULT_FOLLOWING = 8, 256, 12
 DRAWS = 20
+STATE = ("base", "estimate", "gain", "damage")
+"""What is kept of each text that is done: lists of numbers."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ def stream(
         source.identity,
         target.identity,
         _fingerprint(mapper, manifest),
+        STATE,
     )
     state = PatchState(state_file, hashlib.sha256(repr(identity).encode()).hexdigest())
     if resume:
@@ -140,7 +147,8 @@ def stream(
     for number in range(len(state.done), len(cut)):
         with host.holding_lane(should_stop):
             branches = branch(source, target, mapper, cut[number], options, should_stop)
-        found: dict[str, list[float]] = {"base": [branches.base_kl], "gain": [], "damage": []}
+            estimate = path_gains(branches).sum(-1).flatten().tolist()
+        found: dict[str, list[float]] = dict(zip(STATE, ([branches.base_kl], estimate, [], []), strict=True))
         for layer in range(layers):
             if should_stop and should_stop():
                 raise Cancelled("The measurement was stopped.")
@@ -154,6 +162,8 @@ def stream(
         state.add(found, perf_counter() - clock)
         clock = perf_counter()
     result = plan.result(state.done)
+    if metrics is not None:
+        metrics = replace(metrics, metrics={**metrics.metrics, SAME_TEXT: result["estimate"]})
 
     sets = repair_sets(result["gain"]["kv"], metrics, options.draws)
     bottoms = {m: cells(range(m), range(heads), "kv") for m in bottom_layers(layers)}
@@ -249,6 +259,7 @@ class Plan:
         base = np.array([text["base"][0] for text in texts])
         gain = base[:, None, None, None] - np.array([text["gain"] for text in texts]).reshape(shape)
         damage = np.array([text["damage"] for text in texts]).reshape(shape)
+        estimate = np.array([text["estimate"] for text in texts]).reshape(len(texts), self.layers, self.heads)
         n = len(texts)
         both = gain[:, :, KINDS.index("kv"), : self.heads]
         error = both.std(0, ddof=1) / n**0.5 if n > 1 else np.full(both.shape[1:], np.nan)
@@ -262,6 +273,7 @@ class Plan:
             "gain": split(gain, heads),
             "gain_error": error,
             "damage": split(damage, heads),
+            "estimate": estimate.mean(0),
             "layer_gain": split(gain, layer),
             "layer_damage": split(damage, layer),
         }
@@ -344,7 +356,7 @@ def predict(
 
 def cheap(metrics: HeadMaps) -> list[str]:
     """The metrics that were not found by intervention."""
-    return [name for name in metrics.metrics if name in CHEAP]
+    return [name for name in metrics.metrics if name in CHEAP or name == SAME_TEXT]
 
 
 def _fingerprint(mapper: KVMapper, manifest: Any) -> str:

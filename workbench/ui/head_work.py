@@ -92,7 +92,7 @@ def with_patches(result: Any, patches: Any) -> Any:
         return result
     if patches.provenance.mapper != result.provenance.mapper:
         return result
-    return result.with_causal(patches.gain["kv"], patches.damage["kv"])
+    return result.with_patches(patches)
 
 
 def host_with(host: Any, direction: str, folder: Path | None) -> Any:
@@ -180,7 +180,7 @@ def maps_job(
                     yield Step(share + (1 - share) * step.fraction, step.text)
                 else:
                     visit.results[place_of(host.pair.name, direction, "patch", label)] = step
-                    maps = maps.with_causal(step.gain["kv"], step.damage["kv"])
+                    maps = maps.with_patches(step)
         yield maps
 
     return start

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.lab.provenance import Provenance
 from workbench.lab.results.common import jsonable, nan_mean, number
 from workbench.lab.results.head_details import HeadDetails
+
+if TYPE_CHECKING:
+    from workbench.lab.results.patch import HeadPatches
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ ZONES = {
     "recent": "last 64 tokens",
 }
 """Zone of a text -> what it holds; in a text under 256 tokens a zone at an end is at most a quarter of it."""
+
+SAME_TEXT = "patch_estimate_same_text"
+"""The one cheap metric that is measured together with the interventions, on their texts."""
 
 _ALL = (
     Metric(
@@ -94,6 +100,10 @@ _ALL = (
         "patch_estimate", "Estimated patch gain", "kv", 0, 0.01, "low", "nats",
         "Next-token KL that a true head in the mapped cache would win, estimated for all heads from a few gradients.",
     ),
+    Metric(
+        SAME_TEXT, "Estimated patch gain, same text", "kv", 0, 0.01, "low", "nats",
+        "The same estimate from the very texts that were patched: what heads cost there, before any was exchanged.",
+    ),
     *(
         Metric(
             f"{short}_error_{zone}", f"{kind} error, {what}", "kv", 0, 1, "low", "share of the variance",
@@ -114,7 +124,7 @@ _ALL = (
     ),
 )  # fmt: skip
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
-CHEAP = tuple(name for name, metric in METRICS.items() if not metric.causal)
+CHEAP = tuple(name for name, metric in METRICS.items() if not metric.causal and name != SAME_TEXT)
 """Metrics that one streaming pass gives."""
 
 
@@ -162,9 +172,12 @@ class HeadMaps:
         layer, head = np.unravel_index(index, values.shape)
         return int(layer), int(head)
 
-    def with_causal(self, gain: np.ndarray, damage: np.ndarray) -> HeadMaps:
-        """The same maps with what interventions found, both (layers, KV heads)."""
-        return replace(self, metrics={**self.metrics, "patch_gain": gain, "patch_damage": damage})
+    def with_patches(self, patches: HeadPatches) -> HeadMaps:
+        """The same maps with what interventions found, and what was estimated on their texts."""
+        found = {"patch_gain": patches.gain["kv"], "patch_damage": patches.damage["kv"]}
+        if not np.isnan(patches.estimate).all():
+            found[SAME_TEXT] = patches.estimate
+        return replace(self, metrics={**self.metrics, **found})
 
     def by_kv_head(self, name: str) -> np.ndarray:
         """(layers, KV heads) of a metric; of query heads that share a KV head the mean, or the worst one's cosine."""

@@ -90,6 +90,7 @@ class HeadPatches:
         gain: kind -> (L, H) fall of the KL when this head's mapped tensors are replaced by the true ones.
         gain_error: (L, H) standard error of `gain["kv"]` over texts; NaN for a single text.
         damage: kind -> (L, H) KL when only this head is mapped in an otherwise true cache.
+        estimate: (L, H) `gain["kv"]` as four gradients a text foretell it; NaN in results saved before there was one.
         layer_gain: kind -> (L,) the same as `gain` for all heads of a layer together.
         layer_damage: kind -> (L,) the same as `damage`.
         native_bottom: number of lowest layers run natively -> KL that is left.
@@ -109,6 +110,7 @@ class HeadPatches:
     gain: dict[str, np.ndarray]
     gain_error: np.ndarray
     damage: dict[str, np.ndarray]
+    estimate: np.ndarray
     layer_gain: dict[str, np.ndarray]
     layer_damage: dict[str, np.ndarray]
     native_bottom: dict[int, float]
@@ -154,6 +156,7 @@ class HeadPatches:
                 "gain": lists(self.gain),
                 "gain_error": self.gain_error.tolist(),
                 "damage": lists(self.damage),
+                "estimate": self.estimate.tolist(),
                 "layer_gain": lists(self.layer_gain),
                 "layer_damage": lists(self.layer_damage),
                 "native_bottom": {str(m): kl for m, kl in self.native_bottom.items()},
@@ -166,7 +169,7 @@ class HeadPatches:
                 "hold_back": self.hold_back,
                 "seconds": self.seconds,
                 "axes": {"gain": ["layer", "kv_head"], "layer_gain": ["layer"]},
-                "units": {"gain": "nats a token", "damage": "nats a token", "repair": "share of the KL recovered"},
+                "units": {"gain": "nats a token", "damage": "nats a token", "estimate": "nats a token", "repair": "share of the KL recovered"},
                 **prediction,
                 "provenance": self.provenance.to_json(),
             }
@@ -191,6 +194,9 @@ class HeadPatches:
             gain=arrays("gain"),
             gain_error=array(data["gain_error"]),
             damage=arrays("damage"),
+            estimate=array(
+                data.get("estimate", np.full_like(data["gain_error"], np.nan, dtype=float).tolist())
+            ),
             layer_gain=arrays("layer_gain"),
             layer_damage=arrays("layer_damage"),
             native_bottom={int(m): number(kl) for m, kl in data["native_bottom"].items()},
