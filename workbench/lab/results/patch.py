@@ -169,7 +169,10 @@ class HeadPatches:
                 "hold_back": self.hold_back,
                 "seconds": self.seconds,
                 "axes": {"gain": ["layer", "kv_head"], "layer_gain": ["layer"]},
-                "units": {"gain": "nats a token", "damage": "nats a token", "estimate": "nats a token", "repair": "share of the KL recovered"},
+                "units": {
+                    **dict.fromkeys(("gain", "damage", "estimate"), "nats a token"),
+                    "repair": "share of the KL recovered",
+                },
                 **prediction,
                 "provenance": self.provenance.to_json(),
             }
