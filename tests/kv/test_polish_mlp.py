@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from workbench.chat.handoff import hand_over
 from workbench.errors import Cancelled
 from workbench.kv import polish
 from workbench.kv.cache import new_cache
+from workbench.kv.checkpoint import Checkpoint
 from workbench.kv.forward import forward
 from workbench.kv.lowrank import LowRank
 from workbench.kv.mlp import train_mlp
@@ -58,7 +60,7 @@ def test_polish_lowers_the_kl_and_leaves_the_models_alone(pair):
     source, target = pair
     mapper = replace(low_rank_mapper(source.model, target.model), anchors=2, hold_back=5)
     taught, before = lessons(pair, 3), [p.clone() for p in target.model.parameters()]
-    done = polish.polish(mapper, target, itertools.cycle(taught), taught, 12, rate=0.03)
+    done = polish.polish(mapper, target, lambda _: itertools.cycle(taught), taught, 12, rate=0.03)
     assert done.kl[-1] < 0.98 * done.kl[0] and done.quotes_kl[-1] < 0.98 * done.quotes_kl[0]
     assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
     assert not any(done.mapper.tensor(name).requires_grad for name in mapper.shapes())
@@ -93,7 +95,7 @@ def test_a_polish_that_only_makes_it_worse_changes_nothing_and_stops_when_asked(
     source, target = pair
     mapper = replace(low_rank_mapper(source.model, target.model), anchors=2, hold_back=5)
     taught = lessons(pair, 1)
-    kept = polish.polish(mapper, target, iter(taught), taught, 1, rate=1e4)
+    kept = polish.polish(mapper, target, lambda _: iter(taught), taught, 1, rate=1e4)
     assert kept.kl[1] > kept.kl[0] == kept.kl[2]
     assert torch.equal(kept.mapper.key_weight[0], mapper.key_weight[0])
 
@@ -101,7 +103,40 @@ def test_a_polish_that_only_makes_it_worse_changes_nothing_and_stops_when_asked(
         raise Cancelled("Stopped.")
 
     with pytest.raises(Cancelled):
-        polish.polish(mapper, target, iter(taught), taught, 5, check=stop)
+        polish.polish(mapper, target, lambda _: iter(taught), taught, 5, check=stop)
+
+
+def test_a_killed_polish_goes_on_from_its_last_look(pair, tmp_path, monkeypatch):
+    """As if it had never been stopped: the same lessons, the same rates, the same momentum."""
+    monkeypatch.setattr(polish, "JUDGE_EVERY", 3)
+    source, target = pair
+    mapper = replace(low_rank_mapper(source.model, target.model), anchors=2, hold_back=5)
+    texts = [random_ids(110, seed=seed) for seed in range(3)]
+    judged, file = lessons(pair, 1, first=9), tmp_path / "polish"
+
+    def run(check=None, digest="mine"):
+        learnt = partial(polish.lessons, source, target, texts, 2, 5, 0)
+        kept = Checkpoint(file, digest)
+        return polish.polish(mapper, target, learnt, judged, 8, rate=0.03, checkpoint=kept, check=check)
+
+    looked = iter(range(9))
+
+    def stop():
+        if next(looked) == 5:
+            raise Cancelled("Stopped.")
+
+    whole = run()
+    assert not file.exists()
+    with pytest.raises(Cancelled):
+        run(stop)
+    steps = []
+    assert file.exists()
+    again = run(lambda: steps.append(1))
+    assert len(steps) == 8 - 3 and not file.exists()
+    assert again.kl == pytest.approx(whole.kl, rel=1e-5)
+    torch.testing.assert_close(again.mapper.key_weight[1], whole.mapper.key_weight[1], rtol=1e-4, atol=1e-6)
+    Checkpoint(file, "another").save({"step": torch.tensor(7.0)})
+    assert len(run(lambda: steps.append(1)).kl) == len(whole.kl) and len(steps) == 5 + 8
 
 
 def curved(n, seed):
@@ -139,13 +174,13 @@ def test_a_killed_training_goes_on_from_its_last_epoch(tmp_path):
 
     file = tmp_path / "mlp"
     with pytest.raises(Cancelled):
-        train(checkpoint=file, digest="a", check=stop)
+        train(checkpoint=Checkpoint(file, "a"), check=stop)
     assert file.exists()
     said = []
-    again = train(checkpoint=file, digest="a", progress=lambda share, text: said.append(text))
+    again = train(checkpoint=Checkpoint(file, "a"), progress=lambda share, text: said.append(text))
     assert said[0].startswith("MLP: epoch 4 of 6") and not file.exists()
     assert again.errors[:4] == whole.errors[:4] and again.errors[-1] < again.errors[3]
     with pytest.raises(Cancelled):
         epochs = iter(range(9))
-        train(checkpoint=file, digest="a", check=stop)
-    assert len(train(checkpoint=file, digest="another", epochs=1).errors) == 2
+        train(checkpoint=Checkpoint(file, "a"), check=stop)
+    assert len(train(checkpoint=Checkpoint(file, "another"), epochs=1).errors) == 2

@@ -15,6 +15,7 @@ import math
 import resource
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import Tensor
 from workbench.errors import Cancelled, InputError
 from workbench.kv import distributed, lowrank
 from workbench.kv.artefact import Manifest
+from workbench.kv.checkpoint import Checkpoint
 from workbench.kv.familiar import familiar_ids
 from workbench.kv.features import hidden_coordinates
 from workbench.kv.gather import Gatherer, part_of
@@ -136,7 +138,9 @@ def fit(
     polish_text: dict[str, Any] = {}
     if options.polish:
         clock = perf_counter()
-        polished, pieces = _polish(mapper, gatherer, sequences, [*texts, *polish_texts], options, tell, check)
+        polished, pieces = _polish(
+            mapper, gatherer, sequences, [*texts, *polish_texts], options, state, tell, check
+        )
         mapper = polished.mapper
         polish_text = {"polish_pieces": len(pieces), "polish_sha256": _sum(pieces)}
         extra |= {"polish_kl": polished.kl, "polish_quotes_kl": polished.quotes_kl}
@@ -233,11 +237,10 @@ def _add_mlp(
         torch.cat((*mapper.key_bias, *mapper.value_bias)),
     )
     columns = columns_of(mapper.key_layers[0], source.kv_width, source.layers, 2)
-    checkpoint = state.path.with_name(state.path.name + ".mlp") if state else None
     trained = train_mlp(
         linear, columns, gatherer.rows("both_fitted"), gatherer.rows("both_choose"), metric_of(gatherer, "both"),
-        options.mlp, device=gatherer.target.layer_devices[0], checkpoint=checkpoint,
-        digest=f"{state.digest if state else ''} {options}",
+        options.mlp, device=gatherer.target.layer_devices[0],
+        checkpoint=_checkpoint(state, "mlp", str(options)),
         progress=lambda share, text: tell(0.85 + 0.05 * share, text), check=check,
     )  # fmt: skip
     readouts = trained.readout.split(spec.kv_width, dim=1)
@@ -264,6 +267,7 @@ def _polish(
     sequences: list[list[int]],
     texts: Sequence[str],
     options: FitOptions,
+    state: FitState | None,
     tell: Progress,
     check: Check,
 ) -> tuple[Polished, list[list[int]]]:
@@ -282,11 +286,19 @@ def _polish(
         raise InputError("The pieces of text are too short to polish on.", "Use a larger length.")
     judged = lessons(source, target, choosing, anchors, back, options.seed)
     done = polish(
-        mapper, target, lessons(source, target, pieces, anchors, back, options.seed),
+        mapper, target, partial(lessons, source, target, pieces, anchors, back, options.seed),
         [*islice(judged, 2 * len(choosing))], options.polish,
+        checkpoint=_checkpoint(state, "polish", f"{options} {_sum(pieces)}"),
         progress=lambda share, text: tell(0.9 + 0.1 * share, text), check=check,
     )  # fmt: skip
     return done, pieces
+
+
+def _checkpoint(state: FitState | None, name: str, digest: str) -> Checkpoint | None:
+    """A file beside the sums, for what is trained from them."""
+    if state is None:
+        return None
+    return Checkpoint(state.path.with_name(f"{state.path.name}.{name}"), f"{state.digest} {digest}")
 
 
 def _sum(pieces: list[list[int]]) -> str:

@@ -15,13 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from workbench.kv.checkpoint import Checkpoint
 from workbench.kv.features import hidden_coordinates
 from workbench.kv.lowrank import LowRank, apply_metric
 from workbench.kv.moments import Rows
@@ -53,8 +51,7 @@ def train_mlp(
     *,
     device: torch.device | str = "cpu",
     epochs: int = EPOCHS,
-    checkpoint: Path | None = None,
-    digest: str = "",
+    checkpoint: Checkpoint | None = None,
     progress: Callable[[float, str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> Mlp:
@@ -69,8 +66,7 @@ def train_mlp(
         hidden: width of both hidden layers.
         device: where to train.
         epochs: passes over `fitted`.
-        checkpoint: a file that each finished epoch is kept in; removed at the end.
-        digest: which training the file must belong to; another one's is not used.
+        checkpoint: keeps each finished epoch; removed at the end.
         progress: called with a share and a sentence after each epoch.
         check: called before each epoch; raises to stop.
     """
@@ -85,8 +81,12 @@ def train_mlp(
     judge = _Judge(linear, columns, heldout, metric, device)
     best, errors, first = [p.clone() for p in parameters], [1.0], 0
     adam = torch.optim.Adam(parameters, lr=RATE)
-    if checkpoint is not None:
-        first = _restore(checkpoint, digest, parameters, best, errors)
+    if checkpoint is not None and (kept := checkpoint.load()):
+        errors = kept["errors"].tolist()
+        first = len(errors) - 1
+        for index in range(len(parameters)):
+            parameters[index].copy_(kept[f"now.{index}"])
+            best[index].copy_(kept[f"best.{index}"])
     batches = (fitted.count + BATCH - 1) // BATCH
     step, steps = first * batches, max(1, epochs * batches)
     for epoch in range(first, epochs):
@@ -111,14 +111,16 @@ def train_mlp(
         if errors[-1] <= min(errors):
             best = [parameter.clone() for parameter in parameters]
         if checkpoint is not None:
-            _save(checkpoint, digest, parameters, best, errors)
+            tensors = {f"now.{i}": each for i, each in enumerate(parameters)}
+            tensors |= {f"best.{i}": each for i, each in enumerate(best)}
+            checkpoint.save(tensors | {"errors": torch.tensor(errors, dtype=torch.float64)})
         if progress:
             progress(
                 (epoch + 1) / epochs,
                 f"MLP: epoch {epoch + 1} of {epochs}, error {errors[-1]:.3f} of the linear map's",
             )
     if checkpoint is not None:
-        checkpoint.unlink(missing_ok=True)
+        checkpoint.discard()
     best = [parameter.cpu() for parameter in best]
     return Mlp(tuple(best[:4]), best[4], tuple(errors))
 
@@ -159,32 +161,3 @@ class _Judge:
                 left = left - apply_metric(hidden_coordinates(z, parameters[:4]) @ parameters[4], self.metric)
             total += float(left.double().square().sum())
         return total
-
-
-def _save(path: Path, digest: str, parameters: list[Tensor], best: list[Tensor], errors: list[float]) -> None:
-    tensors = {f"now.{i}": p.detach().cpu().contiguous() for i, p in enumerate(parameters)}
-    tensors |= {f"best.{i}": p.cpu().contiguous() for i, p in enumerate(best)}
-    temporary = path.with_name(path.name + ".new")
-    save_file(
-        tensors | {"errors": torch.tensor(errors, dtype=torch.float64)},
-        temporary,
-        metadata={"digest": digest},
-    )
-    temporary.replace(path)
-
-
-def _restore(
-    path: Path, digest: str, parameters: list[Tensor], best: list[Tensor], errors: list[float]
-) -> int:
-    """Fill everything from the file when it belongs to this training; the number of finished epochs."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            if (file.metadata() or {}).get("digest") != digest:
-                return 0
-            for index, (now, kept) in enumerate(zip(parameters, best, strict=True)):
-                now.copy_(file.get_tensor(f"now.{index}"))
-                kept.copy_(file.get_tensor(f"best.{index}"))
-            errors[:] = file.get_tensor("errors").tolist()
-    except (OSError, SafetensorError, RuntimeError):
-        return 0
-    return len(errors) - 1

@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from workbench.kv.cache import layer_tensors, new_cache
+from workbench.kv.checkpoint import Checkpoint
 from workbench.kv.features import head_by_head, side_by_side
 from workbench.kv.forward import input_device
 from workbench.kv.mapper import KVMapper
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 FOLLOWING = 128  # tokens that are predicted at each cut, of a short piece a quarter
 RATE = 4e-3  # of Adam, times the root mean square of the matrix
 JUDGE_EVERY = 100
+ADAM = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each matrix
 MOST_JUDGED = 12  # pieces
 SHORTEST_MAPPED = 32
 SHORTEST_QUOTE, LONGEST_QUOTE = 12, SHORTEST_MAPPED  # tokens
@@ -93,16 +95,23 @@ def lessons(
     anchors: int,
     hold_back: int,
     seed: int = 0,
+    skip: int = 0,
 ) -> Iterator[Lesson]:
-    """What to learn from, without end: all pieces in a new order each time, of each its quotes and then plain text."""
+    """What to learn from, without end: all pieces in a new order each time, of each its quotes and then plain text.
+
+    The first `skip` lessons, those of a polish that goes on, are left out without reading their pieces.
+    """
     pause = source.tokenizer("\n\n", add_special_tokens=False)["input_ids"]
-    draw = random.Random(seed)
+    draw, number = random.Random(seed), 0
     while True:
         for ids in draw.sample(pieces, len(pieces)):
             quoted, cut = quoting(ids, anchors, hold_back, pause, draw)
-            piece = record(source, target, quoted, anchors, cut)
-            yield piece, cut
-            yield piece, draw.randint(_first_cut(anchors, hold_back), cut - following(len(quoted)))
+            before = draw.randint(_first_cut(anchors, hold_back), cut - following(len(quoted)))
+            cuts = (cut, before)[max(0, skip - number) :]
+            number += 2
+            if cuts:
+                piece = record(source, target, quoted, anchors, cut)
+                yield from ((piece, each) for each in cuts)
 
 
 @torch.no_grad()
@@ -152,11 +161,12 @@ def quoting(
 def polish(
     mapper: KVMapper,
     target: LoadedModel,
-    learnt: Iterator[Lesson],
+    learnt: Callable[[int], Iterator[Lesson]],
     judged: Sequence[Lesson],
     steps: int,
     *,
     rate: float = RATE,
+    checkpoint: Checkpoint | None = None,
     progress: Callable[[float, str], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> Polished:
@@ -165,10 +175,11 @@ def polish(
     Args:
         mapper: float32, of any form; its anchors and hold_back are those of the handoff.
         target: the model that is handed over to.
-        learnt: one lesson a step.
+        learnt: the lessons, one a step, without the first n.
         judged: others, to choose the best state by; quotes and plain text.
         steps: of Adam.
         rate: relative learning rate.
+        checkpoint: keeps the state at every look; removed at the end.
         progress: called with a share and a sentence.
         check: called before every step; raises to stop.
     """
@@ -180,7 +191,7 @@ def polish(
         for tensor in tensors.values()
     ]
     adam = torch.optim.Adam(groups, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: _rate_at(step, steps))
+    rates = [group["lr"] for group in adam.param_groups]
 
     def judge() -> list[float]:
         """Mean KL of plain text and of quotes."""
@@ -195,12 +206,25 @@ def polish(
         """What the best state is chosen by: halving either kind's KL is worth the same."""
         return float(math.prod(kls))
 
-    history = [judge()]
     best = {name: tensor.clone() for name, tensor in tensors.items()}
-    for step in range(steps):
+    history, first = [], 0
+    if checkpoint and (kept := checkpoint.load()):
+        history, first = kept["history"].tolist(), int(kept["step"])
+        for name, tensor in tensors.items():
+            tensor.copy_(kept[f"now.{name}"])
+            best[name].copy_(kept[f"best.{name}"])
+            adam.state[tensor] = {
+                "step": kept["step"].clone(),
+                **{part: kept[f"{part}.{name}"].to(device) for part in ADAM},
+            }
+    history = history or [judge()]
+    taught = learnt(first)
+    for step in range(first, steps):
         if check:
             check()
-        piece, cut = next(learnt)
+        piece, cut = next(taught)
+        for group, full in zip(adam.param_groups, rates, strict=True):
+            group["lr"] = full * _rate_at(step, steps)
         for tensor in tensors.values():
             tensor.requires_grad_(True)
         with torch.enable_grad():
@@ -209,18 +233,26 @@ def polish(
             loss.backward()
         torch.nn.utils.clip_grad_norm_(list(tensors.values()), 1.0)
         adam.step()
-        schedule.step()
         for tensor in tensors.values():
             tensor.requires_grad_(False)
         if (step + 1) % JUDGE_EVERY == 0 or step + 1 == steps:
             history.append(judge())
             if worth(history[-1]) <= min(map(worth, history)):
                 best = {name: tensor.clone() for name, tensor in tensors.items()}
+            if checkpoint and step + 1 < steps:
+                checkpoint.save({
+                    "step": torch.tensor(float(step + 1)), "history": torch.tensor(history, dtype=torch.float64),
+                    **{f"now.{name}": tensor for name, tensor in tensors.items()},
+                    **{f"best.{name}": tensor for name, tensor in best.items()},
+                    **{f"{part}.{name}": adam.state[tensor][part] for part in ADAM for name, tensor in tensors.items()},
+                })  # fmt: skip
         if progress:
             progress(
                 (step + 1) / steps,
                 f"polish: step {step + 1} of {steps}, KL {_shown(history[-1])} (from {_shown(history[0])})",
             )
+    if checkpoint:
+        checkpoint.discard()
     moved = {name: tensor.to(mapper.tensor(name).device) for name, tensor in best.items()}
     history.append(min(history, key=worth))
     plain, quotes = zip(*history, strict=True)
