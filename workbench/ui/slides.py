@@ -78,8 +78,11 @@ def mapping(run: Run) -> str:
     tokens = run.manifest.get("calibration", {}).get("tokens")
     layers = sorted({layer for each in chosen for layer in each})
     most = max(len(each) for each in chosen)
+    polish = run.manifest.get("polish", 0)
     explained = (
-        f"On text it has never seen it explains <b>{held['r2_k']:.0%}</b> of the {term('key', 'keys')} and "
+        f"Then polished for {number(polish)} steps, so that the target goes on as it would have on its own memory."
+        if polish
+        else f"On text it has never seen it explains <b>{held['r2_k']:.0%}</b> of the {term('key', 'keys')} and "
         f"<b>{held['r2_v']:.0%}</b> of the {term('value', 'values')} ({term('R²')})."
         if "r2_k" in held and "r2_v" in held
         else ""
