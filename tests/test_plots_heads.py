@@ -24,7 +24,24 @@ def patches(predicted: bool = True) -> HeadPatches:
     r = {"r2_k": -0.2, "output_error": 0.8, "cosine": math.nan}
     prediction = Prediction(r, r, repair, 5, {str(s): 1 for s in SHARES}) if predicted else None
     return HeadPatches(
-        0.2, gain, gain["kv"], gain, layer, layer, {1: 0.1}, 4, 2, 3, 64, 8, 4, 1, 2.0, prediction, ORIGIN
+        0.2,
+        gain,
+        gain["kv"],
+        gain,
+        gain["kv"],
+        layer,
+        layer,
+        {1: 0.1},
+        4,
+        2,
+        3,
+        64,
+        8,
+        4,
+        1,
+        2.0,
+        prediction,
+        ORIGIN,
     )
 
 

@@ -135,7 +135,9 @@ def test_a_killed_polish_goes_on_from_its_last_look(pair, tmp_path, monkeypatch)
     assert len(steps) == 8 - 3 and not file.exists()
     assert again.kl == pytest.approx(whole.kl, rel=1e-5)
     torch.testing.assert_close(again.mapper.key_weight[1], whole.mapper.key_weight[1], rtol=1e-4, atol=1e-6)
-    Checkpoint(file, "another").save({"step": torch.tensor(7.0)})
+    for digest in ("another", "mine"):  # another polish's; this one's with nothing in it
+        Checkpoint(file, digest).save({"step": torch.tensor(7.0)})
+        assert Checkpoint(file, "mine").load({"step": torch.zeros(2)}) == {}
     assert len(run(lambda: steps.append(1)).kl) == len(whole.kl) and len(steps) == 5 + 8
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from workbench.errors import WorkbenchError
-from workbench.kv import state
+from workbench.kv import checkpoint
 from workbench.kv.state import FitState
 
 
@@ -45,7 +45,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exc
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(state, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(WorkbenchError, match="No space left on device") as caught:
         kept.save({"part": Sums(2.0)}, 4)
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)

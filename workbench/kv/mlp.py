@@ -81,7 +81,7 @@ def train_mlp(
     judge = _Judge(linear, columns, heldout, metric, device)
     best, errors, first = [p.clone() for p in parameters], [1.0], 0
     adam = torch.optim.Adam(parameters, lr=RATE)
-    if checkpoint is not None and (kept := checkpoint.load()):
+    if checkpoint is not None and (kept := checkpoint.load(_named(parameters, best))):
         errors = kept["errors"].tolist()
         first = len(errors) - 1
         for index in range(len(parameters)):
@@ -111,8 +111,7 @@ def train_mlp(
         if errors[-1] <= min(errors):
             best = [parameter.clone() for parameter in parameters]
         if checkpoint is not None:
-            tensors = {f"now.{i}": each for i, each in enumerate(parameters)}
-            tensors |= {f"best.{i}": each for i, each in enumerate(best)}
+            tensors = _named(parameters, best)
             checkpoint.save(tensors | {"errors": torch.tensor(errors, dtype=torch.float64)})
         if progress:
             progress(
@@ -123,6 +122,12 @@ def train_mlp(
         checkpoint.discard()
     best = [parameter.cpu() for parameter in best]
     return Mlp(tuple(best[:4]), best[4], tuple(errors))
+
+
+def _named(now: list[Tensor], best: list[Tensor]) -> dict[str, Tensor]:
+    """As a checkpoint names them."""
+    parts = (("now", now), ("best", best))
+    return {f"{part}.{i}": each for part, several in parts for i, each in enumerate(several)}
 
 
 class _Judge:

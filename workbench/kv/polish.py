@@ -208,7 +208,8 @@ def polish(
 
     best = {name: tensor.clone() for name, tensor in tensors.items()}
     history, first = [], 0
-    if checkpoint and (kept := checkpoint.load()):
+    like = {f"{part}.{name}": tensor for part in ("now", "best", *ADAM) for name, tensor in tensors.items()}
+    if checkpoint and (kept := checkpoint.load(like)):
         history, first = kept["history"].tolist(), int(kept["step"])
         for name, tensor in tensors.items():
             tensor.copy_(kept[f"now.{name}"])

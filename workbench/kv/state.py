@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from workbench.errors import WorkbenchError
+from workbench.kv.checkpoint import Checkpoint
 
 
 class Part(Protocol):
@@ -33,6 +31,7 @@ class FitState:
 
     def __init__(self, path: Path, digest: str, every_seconds: float = 120.0) -> None:
         self.path, self.digest, self.every_seconds = Path(path), digest, every_seconds
+        self._file = Checkpoint(self.path, digest)
         self._last = monotonic()
 
     def save_if_due(self, parts: Mapping[str, Part], done: int) -> None:
@@ -47,20 +46,7 @@ class FitState:
             WorkbenchError: it cannot be written.
         """
         tensors = {f"{name}/{key}": t for name, sums in parts.items() for key, t in sums.state().items()}
-        temporary = self.path.with_name(self.path.name + ".new")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata={"digest": self.digest, "done": str(done)})
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)  # a full disk must not stay full of halves
-            raise WorkbenchError(
-                f"What the fit has gathered cannot be kept in {self.path.name!r}: "
-                f"{getattr(error, 'strerror', None) or error}.",
-                "Make room; the same fit goes on from what was kept before.",
-            ) from error
+        self._file.save(tensors, done=str(done))
         self._last = monotonic()
 
     def restore(self, parts: MutableMapping[str, Any]) -> int:
@@ -86,5 +72,4 @@ class FitState:
 
     def discard(self) -> None:
         """The fit is complete: remove the file and what a killed save left."""
-        for path in (self.path, self.path.with_name(self.path.name + ".new")):
-            path.unlink(missing_ok=True)
+        self._file.discard()

@@ -80,13 +80,13 @@ def mapping(run: Run) -> str:
     most = max(len(each) for each in chosen)
     polish = run.manifest.get("polish", 0)
     explained = (
-        f"Then polished for {number(polish)} steps, so that the target goes on as it would have on its own memory."
-        if polish
-        else f"On text it has never seen it explains <b>{held['r2_k']:.0%}</b> of the {term('key', 'keys')} and "
+        f"On text it has never seen it explains <b>{held['r2_k']:.0%}</b> of the {term('key', 'keys')} and "
         f"<b>{held['r2_v']:.0%}</b> of the {term('value', 'values')} ({term('R²')})."
         if "r2_k" in held and "r2_v" in held
         else ""
     )
+    if polish:  # R² says nothing about a polished map
+        explained = f"Then polished for {number(polish)} steps, so that the target goes on as it would have by itself."
     return (
         "<h2>Instead, every layer's memory is computed from the other model's, by one matrix.</h2>"
         f'<div class="kv-slide-wide">{map_picture(chosen, max(layers) + 1, SIDES[run.direction])}</div>'

@@ -197,9 +197,7 @@ class HeadPatches:
             gain=arrays("gain"),
             gain_error=array(data["gain_error"]),
             damage=arrays("damage"),
-            estimate=array(
-                data.get("estimate", np.full_like(data["gain_error"], np.nan, dtype=float).tolist())
-            ),
+            estimate=array(data.get("estimate", [[None] * data["heads"]] * data["layers"])),
             layer_gain=arrays("layer_gain"),
             layer_damage=arrays("layer_damage"),
             native_bottom={int(m): number(kl) for m, kl in data["native_bottom"].items()},
