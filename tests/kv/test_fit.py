@@ -260,17 +260,21 @@ def test_a_polish_learns_from_all_other_pieces_and_from_more_text(strangers, mon
     from workbench.kv import polish
 
     source, target = strangers
-    taught, real = [], polish.lessons
+    cut, taught = [], []
+    joined, lessons = polish.joined, polish.lessons
+    monkeypatch.setattr(polish, "joined", lambda pieces, *a: cut.append(pieces) or joined(pieces, *a))
     monkeypatch.setattr(
-        polish, "lessons", lambda s, t, pieces, *a: taught.append(pieces) or real(s, t, pieces, *a)
+        polish, "lessons", lambda s, t, pieces, *a: taught.append(pieces) or lessons(s, t, pieces, *a)
     )
     options = FitOptions(16, 192, top_k=1, polish=1, hold_back=4)
     _, manifest, _ = fit(source, target, TEXTS, options, direction="up", polish_texts=["x" * 400])
-    judged, learnt = taught
-    assert manifest.calibration["polish_pieces"] == len(learnt) > 16
-    assert not {tuple(ids) for ids in judged} & {tuple(ids) for ids in learnt}
+    fitted, choosing = cut
+    assert not {tuple(ids) for ids in choosing} & {tuple(ids) for ids in fitted}
     more = source.tokenizer("x" * 400)["input_ids"][:192]
-    assert more in learnt and more not in cut_sequences(source.tokenizer, TEXTS, options)
+    assert more in fitted and more not in cut_sequences(source.tokenizer, TEXTS, options)
+    judged, learnt = taught
+    assert manifest.calibration["polish_pieces"] == len(learnt) < len(fitted)
+    assert choosing == judged[: len(choosing)] and max(map(len, judged)) > 192 < max(map(len, learnt))
     with pytest.raises(InputError, match="too short to polish"):
         fit(source, target, TEXTS, replace(options, length=64), direction="up")
 

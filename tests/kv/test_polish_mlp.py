@@ -71,8 +71,8 @@ def test_quotes_are_spans_of_the_text_before_them():
     ids = list(range(1000, 1200))
     for seed in range(20):
         quoted, cut = polish.quoting(ids, 3, 5, [7, 8], random.Random(seed))
-        assert len(quoted) == len(ids) and quoted[:cut] == ids[:cut]
-        assert 3 + polish.SHORTEST_MAPPED + 5 + 50 <= cut <= len(ids) - polish.following(len(ids)) == 150
+        assert len(quoted) == cut + polish.following(len(ids)) and quoted[:cut] == ids[:cut]
+        assert len(ids) // 2 <= cut <= len(ids) - polish.following(len(ids)) == 150
         tail = quoted[cut:]
         assert tail[:2] == [7, 8]
         words = [token for token in tail if token not in (7, 8)]
@@ -81,12 +81,19 @@ def test_quotes_are_spans_of_the_text_before_them():
         assert len(words) / polish.LONGEST_QUOTE - 1 <= joins <= len(words) / polish.SHORTEST_QUOTE
 
 
+def test_joined_pieces_are_the_same_text_in_runs_of_mixed_length():
+    pieces = [[1, 2, *range(10 * i, 10 * i + 8)] for i in range(1, 40)]
+    long = polish.joined(pieces, 2, random.Random(0))
+    assert [token for ids in long for token in ids[2:]] == [token for ids in pieces for token in ids[2:]]
+    assert all(ids[:2] == [1, 2] for ids in long)
+    assert {len(ids) - 2 for ids in long[:-1]} == {8 * run for run in polish.RUNS}
+
+
 def test_lessons_are_quotes_and_plain_text_in_turn_and_every_piece_has_its_turn(pair):
     taught = lessons(pair, 4)
-    n = polish.following(110)
     for (quoted, cut), (plain, before) in zip(taught[::2], taught[1::2], strict=True):
         assert quoted is plain and cut == quoted.quotes
-        assert 2 + polish.SHORTEST_MAPPED + 5 <= before <= cut - n
+        assert 2 + polish.SHORTEST_MAPPED + 5 <= before <= cut - polish.following(len(quoted.ids))
     starts = {piece.ids[:50] for piece, _ in taught}
     assert starts == {tuple(random_ids(110, seed=seed)[:50]) for seed in range(4)}
 

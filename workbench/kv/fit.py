@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import resource
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -271,8 +272,8 @@ def _polish(
     tell: Progress,
     check: Check,
 ) -> tuple[Polished, list[list[int]]]:
-    """Polish on all pieces of the texts but those that choose and report; the former judge. Also the pieces."""
-    from workbench.kv.polish import MOST_JUDGED, lessons, long_enough, polish
+    """Polish on all pieces of the texts but those that choose and report; the former judge. Also the joined pieces."""
+    from workbench.kv.polish import MOST_JUDGED, joined, lessons, long_enough, polish
 
     source, target, anchors, back = gatherer.source, gatherer.target, options.anchors, options.hold_back
 
@@ -284,6 +285,8 @@ def _polish(
     pieces = usable(ids for ids in cut_pieces(source.tokenizer, texts, options) if tuple(ids) not in apart)
     if not pieces or not choosing:
         raise InputError("The pieces of text are too short to polish on.", "Use a larger length.")
+    start, draw = len(source.tokenizer("")["input_ids"]), random.Random(options.seed)
+    pieces, choosing = joined(pieces, start, draw), [*choosing, *joined(choosing, start, draw)]
     judged = lessons(source, target, choosing, anchors, back, options.seed)
     done = polish(
         mapper, target, partial(lessons, source, target, pieces, anchors, back, options.seed),

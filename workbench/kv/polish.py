@@ -14,6 +14,7 @@ Plain text seldom asks which word stood where, and a map that is good on it may 
 text breaks off and goes on with *quotes*: short spans of itself, said again. The target finds them in its own cache and is
 certain of them; over a closed-form map it is lost, at many times the KL of plain text. Steps learn from the quotes and from
 the text before them in turn. Pieces are read when their turn comes, so that nothing is learnt by heart while there is text.
+Some are longer, since a map that was polished on short contexts alone gets worse on longer ones.
 
 Every `JUDGE_EVERY` steps the map is judged on both, in other pieces; the best one is kept, the closed form included.
 """
@@ -48,6 +49,7 @@ ADAM = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each matrix
 MOST_JUDGED = 12  # pieces
 SHORTEST_MAPPED = 32
 SHORTEST_QUOTE, LONGEST_QUOTE = 12, SHORTEST_MAPPED  # tokens
+RUNS = (1, 2, 4)  # neighbouring pieces that become one
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +116,22 @@ def lessons(
                 yield from ((piece, each) for each in cuts)
 
 
+def joined(pieces: Sequence[Sequence[int]], start: int, draw: random.Random) -> list[list[int]]:
+    """The same text in pieces of mixed length: one, two or four neighbours become one piece.
+
+    Args:
+        pieces: in the order of the text; neighbours may also be the end and the beginning of two documents.
+        start: how many tokens each piece starts with that stand at the start of a context alone.
+        draw: of how many become one.
+    """
+    long, left = [], list(pieces)
+    while left:
+        size = draw.choice(RUNS)
+        run, left = left[:size], left[size:]
+        long.append([*run[0][:start], *(token for piece in run for token in piece[start:])])
+    return long
+
+
 @torch.no_grad()
 def record(
     source: LoadedModel, target: LoadedModel, ids: Sequence[int], anchors: int, quotes: int
@@ -146,16 +164,16 @@ def quoting(
         draw: of where it breaks off and what it quotes.
 
     Returns:
-        As many ids as were given, and the position of the first that quotes.
+        The ids up to the last that is predicted, and the position of the first that quotes.
     """
     n = following(len(ids))
-    cut = draw.randint(_first_cut(anchors, hold_back) + n, len(ids) - n)
+    cut = draw.randint(max(_first_cut(anchors, hold_back) + n, len(ids) // 2), len(ids) - n)
     quotes: list[int] = []
-    while len(quotes) < len(ids) - cut:
+    while len(quotes) < n:
         size = draw.randint(SHORTEST_QUOTE, LONGEST_QUOTE)
         start = draw.randint(anchors, cut - size)
         quotes += [*pause, *ids[start : start + size]]
-    return [*ids[:cut], *quotes][: len(ids)], cut
+    return [*ids[:cut], *quotes[:n]], cut
 
 
 def polish(
