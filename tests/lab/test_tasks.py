@@ -12,7 +12,7 @@ from tests.lab.conftest import make_host, random_mapper
 from workbench.errors import InputError
 from workbench.kv.cache import length, new_cache
 from workbench.kv.forward import forward
-from workbench.lab import recall, rows, scores, tasks
+from workbench.lab import recall, rows, scores, tasks, workers
 from workbench.lab.arms import ArmCaches, Recipe
 from workbench.lab.corpus import Document, documents
 from workbench.lab.intervals import Bootstrap, mcnemar
@@ -170,6 +170,48 @@ def test_arms_that_cannot_be_are_named_with_the_reason(small_host: PairHost) -> 
     assert sum(n for _, _, n in result.tasks["fact_recall"].by_depth("native")) == 5
 
 
+def test_contexts_side_by_side_give_what_they_give_one_after_the_other(
+    small_host: PairHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, found = torch.get_num_threads(), {}
+    for most in (1, 2):
+        monkeypatch.setattr(workers, "MOST", most)
+        torch.set_num_threads(2)
+        try:
+            result = finish(scores.stream(small_host, "up", limit=5, texts=stories(5)))
+            assert torch.get_num_threads() == 2
+        finally:
+            torch.set_num_threads(threads)
+        found[most] = {
+            (name, arm): (task.arms[arm].ce_items, task.arms[arm].correct)
+            for name, task in result.tasks.items()
+            for arm in task.arms
+        }
+    assert found[1].keys() == found[2].keys() and len(found[1]) > 10
+    for key, (ce, correct) in found[1].items():
+        assert found[2][key][0] == pytest.approx(ce, abs=1e-4) and found[2][key][1] == correct, key
+
+
+def test_workers_end_before_an_error_is_raised_and_leave_a_model_with_layers_of_its_own_alone(
+    same: PairHost,
+) -> None:
+    models, done = (same.model("small"), same.model("large")), []
+
+    def work(number: int) -> int:
+        if number == 0:
+            raise ValueError("no")
+        done.append(number)
+        return number
+
+    with workers.workers(models) as several:
+        assert several.map(work, range(1, 5)) == [1, 2, 3, 4]
+        with pytest.raises(ValueError, match="no"):
+            several.map(work, range(3))
+        assert done == [1, 2, 3, 4, 1, 2]
+    with workers.workers(models, native_layers=1) as several:
+        assert several.count == 1
+
+
 def test_the_arms_caches_hold_the_context_without_its_last_token(small_host: PairHost) -> None:
     source, target = small_host.model("small"), small_host.model("large")
     maker = ArmCaches(source, target, small_host.mapper("up")[0])
@@ -178,7 +220,7 @@ def test_the_arms_caches_hold_the_context_without_its_last_token(small_host: Pai
         name: length(cache) for name, _, cache in maker.caches(ids, maker.read(ids), other, maker.read(other))
     }
     assert lengths == {
-        "native": 29, "mapped": 29, "wrong_document": 14, "zero": 29, "held_back_only": 2, "no_context": 0,
+        "native": 29, "mapped": 29, "wrong_document": 13, "zero": 29, "held_back_only": 2, "no_context": 0,
         "source": 29,
     }  # fmt: skip
 

@@ -11,7 +11,7 @@
                       re-read), held-back ones
     no_context        the target reads only the last token
 
-Every cache comes without the context's last token, which the caller runs together with what follows.
+Every cache, the source's too, comes without the context's last token, which the caller runs together with what follows.
 """
 
 from __future__ import annotations
@@ -99,6 +99,13 @@ def native_only(ids: Sequence[int], mapper: KVMapper, anchors: int, hold_back: i
     return [*(ids[:anchors] if rare else []), *(ids[position] for position in rare), *ids[stop:]]
 
 
+def _read(model: LoadedModel, ids: Sequence[int]) -> Cache:
+    cache = new_cache(model.spec.layers, len(ids))
+    if ids:
+        forward(model.model, ids, cache, keep=0)
+    return cache
+
+
 class ArmCaches:
     """Makes the caches of all arms for one context after the other."""
 
@@ -123,10 +130,8 @@ class ArmCaches:
             self.absent["recipe"] = "No mapper of the published recipe was given (--recipe)."
 
     def read(self, ids: Sequence[int]) -> Cache:
-        """The source's cache of a context."""
-        cache = new_cache(self.source.spec.layers, len(ids))
-        forward(self.source.model, ids, cache, keep=0)
-        return cache
+        """The source's cache of a context, without the last token, which no arm needs of it."""
+        return _read(self.source, ids[:-1])
 
     def caches(
         self, ids: Sequence[int], own: Cache, wrong_ids: Sequence[int], wrong: Cache
@@ -144,7 +149,7 @@ class ArmCaches:
                 yield name, *self.make(name, ids, own, wrong_ids, wrong)
 
     def names(self) -> list[str]:
-        """All arms that can be had, the source last, since its cache is cut for it."""
+        """All arms that can be had."""
         extra = [("recipe", self.recipe), ("identity", self.identity)]
         return [
             "native", "mapped", *(name for name, there in extra if there is not None), "wrong_document", "zero",
@@ -157,10 +162,9 @@ class ArmCaches:
         """One arm's model and cache; arguments as for `caches`."""
         n, h = len(ids), max(1, min(self.hold_back, len(ids) - 1))
         if name == "source":
-            truncate(own, n - 1)
             return self.source, own
         if name == "native":
-            cache = self._native(ids[:-1])
+            cache = _read(self.target, ids[:-1])
         elif name == "mapped":
             cache = self._handed(ids, own, self.mapper, self.anchors, h)
         elif name == "recipe" and self.recipe is not None:
@@ -175,18 +179,12 @@ class ArmCaches:
         elif name == "zero":
             cache = self._zeros(ids, n - h)
         elif name == "held_back_only":
-            cache = self._native(native_only(ids, self.mapper, self.anchors, h)[:-1])
+            cache = _read(self.target, native_only(ids, self.mapper, self.anchors, h)[:-1])
         elif name == "no_context":
             cache = new_cache(self.target.spec.layers)
         else:
             raise InputError(f"There is no arm {name[:40]!r} here.", f"There are: {', '.join(self.names())}.")
         return self.target, cache
-
-    def _native(self, ids: Sequence[int]) -> Cache:
-        cache = new_cache(self.target.spec.layers, len(ids))
-        if ids:
-            forward(self.target.model, ids, cache, keep=0)
-        return cache
 
     def _handed(
         self, ids: Sequence[int], own: Cache, mapper: KVMapper, anchors: int, hold_back: int

@@ -1,7 +1,8 @@
 """Does the target still do the tasks on a mapped cache? Every arm answers the same questions.
 
 The items are those of `workbench.lab.tasks`; a context is read once by each model and handed over once an arm, all
-its questions are then scored together, over the caches of all arms that are equally long (`rows.py`).
+its questions are then scored together, over the caches of all arms that are equally long (`rows.py`). On the processor
+a few contexts are worked on side by side (`workers.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from workbench.lab.results.quality import ARMS
 from workbench.lab.results.tasks import TASKS, TaskArm, TaskResult, TaskScores
 from workbench.lab.rows import Plan, Scored, Span
 from workbench.lab.tasks import DEFAULT_ITEMS
+from workbench.lab.workers import workers
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -35,7 +37,7 @@ ShouldStop = Callable[[], bool] | None
 
 
 @dataclass
-class _Answers:
+class Answers:
     """Of one task and arm, one entry an item."""
 
     correct: list[float] = field(default_factory=list)
@@ -83,27 +85,38 @@ def stream(
     if len(contexts) < 2:
         raise InputError("One context is not enough: a wrong document is needed as a control.")
     maker = ArmCaches(source, target, mapper, anchors, hold_back, recipe, should_stop)
-    found: dict[tuple[str, str], _Answers] = {}
+    found: dict[tuple[str, str], Answers] = {}
     asked: dict[str, list[tuple[str, Question]]] = {}
     total = 0
     with host.holding_lane(should_stop):
         wrong = maker.read(contexts[-1].ids)
-    for number, context in enumerate(contexts):
-        if should_stop and should_stop():
-            raise Cancelled("The evaluation was stopped.")
-        for question in context.questions:
-            asked.setdefault(question.task, []).append((context.document, question))
-        spans = [Span((*q.prefix, *c), len(q.prefix)) for q in context.questions for c in q.choices]
-        total += len(context.ids) + sum(len(span.ids) for span in spans)
-        with host.holding_lane(should_stop):
-            own = maker.read(context.ids)
-            plan = Plan(context.ids[-1], spans)
-            arms = maker.caches(context.ids, own, contexts[number - 1].ids, wrong)
-            _answer(context, plan, arms, found)
-        wrong = own
-        yield Step((number + 1) / len(contexts), f"context {number + 1} of {len(contexts)}")
+    with workers((source, target), mapper.native_layers) as several:
+        for done in range(0, len(contexts), several.count):
+            if should_stop and should_stop():
+                raise Cancelled("The evaluation was stopped.")
+            group = contexts[done : done + several.count]
+            plans = [Plan(context.ids[-1], spans_of(context)) for context in group]
+            with host.holding_lane(should_stop):
+                own = several.map(maker.read, [context.ids for context in group])
+                answers = several.map(
+                    lambda context, plan, own, before, wrong: answer(
+                        plan, maker.caches(context.ids, own, before.ids, wrong)
+                    ),
+                    group, plans, own, [contexts[done - 1], *group[:-1]], [wrong, *own[:-1]],
+                )  # fmt: skip
+            wrong = own[-1]
+            for context, plan, by_arm in zip(group, plans, answers, strict=True):
+                for question in context.questions:
+                    asked.setdefault(question.task, []).append((context.document, question))
+                total += len(context.ids) + sum(len(span.ids) for span in plan.spans)
+                for arm, scored in by_arm:
+                    mark(context, arm, scored, found)
+            done += len(group)
+            yield Step(done / len(contexts), f"context {done} of {len(contexts)}")
     results = {
-        task: _result(task, asked[task], {arm: a for (name, arm), a in found.items() if name == task}, seed)
+        task: task_result(
+            task, asked[task], {arm: a for (name, arm), a in found.items() if name == task}, seed
+        )
         for task in asked
     }
     order = sorted(results, key=lambda name: (not results[name].informative, results[name].retention.value))
@@ -121,30 +134,31 @@ def stream(
     )
 
 
-def _answer(
-    context: Context,
-    plan: Plan,
-    arms: Iterable[tuple[str, LoadedModel, Cache]],
-    found: dict[tuple[str, str], _Answers],
-) -> None:
+def spans_of(context: Context) -> list[Span]:
+    """All choices of all questions."""
+    return [Span((*q.prefix, *c), len(q.prefix)) for q in context.questions for c in q.choices]
+
+
+def answer(plan: Plan, arms: Iterable[tuple[str, LoadedModel, Cache]]) -> list[tuple[str, list[Scored]]]:
     """Ask all arms of a context; those of one model whose caches are equally long answer together."""
     alike: dict[tuple[int, int], list[tuple[str, LoadedModel, Cache]]] = {}
     for arm in arms:
         alike.setdefault((id(arm[1]), length(arm[2])), []).append(arm)
+    found: list[tuple[str, list[Scored]]] = []
     for group in alike.values():
         scored = plan.run_all(group[0][1], [cache for _, _, cache in group])
-        for (name, _, _), answers in zip(group, scored, strict=True):
-            _mark(context, name, answers, found)
+        found += zip((name for name, _, _ in group), scored, strict=True)
+    return found
 
 
-def _mark(context: Context, arm: str, scored: list[Scored], found: dict[tuple[str, str], _Answers]) -> None:
+def mark(context: Context, arm: str, scored: list[Scored], found: dict[tuple[str, str], Answers]) -> None:
     """Add an arm's answers to all questions of a context."""
     place = 0
     for question in context.questions:
         choices = scored[place : place + len(question.choices)]
         place += len(question.choices)
         right = choices[question.answer]
-        answers = found.setdefault((question.task, arm), _Answers())
+        answers = found.setdefault((question.task, arm), Answers())
         answers.ce.append(-right.mean)
         if len(choices) == 1:
             answers.correct.append(float(right.hit.double().mean()))
@@ -153,8 +167,8 @@ def _mark(context: Context, arm: str, scored: list[Scored], found: dict[tuple[st
             answers.correct.append(float(best == question.answer))
 
 
-def _result(
-    task: str, asked: Sequence[tuple[str, Question]], answers: dict[str, _Answers], seed: int
+def task_result(
+    task: str, asked: Sequence[tuple[str, Question]], answers: dict[str, Answers], seed: int
 ) -> TaskResult:
     """Intervals, tests and shares of one task."""
     boot = Bootstrap([document for document, _ in asked], seed)

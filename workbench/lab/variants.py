@@ -28,8 +28,8 @@ from workbench.lab.results.common import Step, nan_mean
 from workbench.lab.results.figure import Figure
 from workbench.lab.results.tasks import TaskResult
 from workbench.lab.results.variants import Variant, Variants
-from workbench.lab.rows import Plan, Span
-from workbench.lab.scores import _answer, _Answers, _result
+from workbench.lab.rows import Plan
+from workbench.lab.scores import Answers, answer, mark, spans_of, task_result
 from workbench.lab.variant_fits import DEFAULT_SEQUENCES, Candidate
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class _Asked:
     """Answers of all arms to all questions: "native", "source", "no_context", and every variant by its name."""
 
     questions: dict[str, list[tuple[str, Question]]] = field(default_factory=dict)
-    answers: dict[tuple[str, str], _Answers] = field(default_factory=dict)
+    answers: dict[tuple[str, str], Answers] = field(default_factory=dict)
     hashes: list[str] = field(default_factory=list)
     tokens: int = 0
 
@@ -218,7 +218,7 @@ class _Asked:
         """Variant -> task -> its result, the variant being the mapped arm."""
         return {
             name: {
-                task: _result(
+                task: task_result(
                     task, asked,
                     {arm: self.answers[task, name if arm == "mapped" else arm]
                      for arm in ("native", "mapped", "source", "no_context")},
@@ -261,29 +261,24 @@ def ask(
     makers = {one.name: ArmCaches(source, target, one.mapper, should_stop=should_stop) for one in compared}
     fixed = next(iter(makers.values()))
     for number, context in enumerate(contexts, start=1):
-        spans = [Span((*q.prefix, *c), len(q.prefix)) for q in context.questions for c in q.choices]
+        plan = Plan(context.ids[-1], spans_of(context))
         for question in context.questions:
             found.questions.setdefault(question.task, []).append((context.document, question))
         found.hashes.append(context.sha256)
-        found.tokens += len(context.ids) + sum(len(span.ids) for span in spans)
-        plan = Plan(context.ids[-1], spans)
+        found.tokens += len(context.ids) + sum(len(span.ids) for span in plan.spans)
         with host.holding_lane(should_stop):
             own = fixed.read(context.ids)
 
             def arms(
                 ids: Sequence[int] = context.ids, own: Cache = own
             ) -> Iterator[tuple[str, LoadedModel, Cache]]:
-                for arm in (
-                    "native",
-                    "no_context",
-                    *makers,
-                    "source",
-                ):  # the source last: its cache is cut for it
+                for arm in ("native", "no_context", *makers, "source"):
                     _check(should_stop)
                     made, name = (makers[arm], "mapped") if arm in makers else (fixed, arm)
                     yield arm, *made.make(name, ids, own, ids, own)
 
-            _answer(context, plan, arms(), found.answers)
+            for arm, scored in answer(plan, arms()):
+                mark(context, arm, scored, found.answers)
         yield Step(number / len(contexts), f"context {number} of {len(contexts)}")
 
 
