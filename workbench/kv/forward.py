@@ -16,6 +16,7 @@ from torch.nn import ModuleList
 from transformers.cache_utils import Cache
 
 from workbench.errors import Cancelled
+from workbench.kv import sdpa
 from workbench.kv.cache import length, places
 
 
@@ -115,6 +116,7 @@ def forward_at(
             "attention_mask": mask[None, None].to(device),
             "cache": cache,
             "use_cache": True,
+            "query_positions": part,  # for `sdpa.attend`
         }
         with torch.inference_mode(), places(cache, inside, stop):
             if keep == 0 or start + chunk < len(positions):
@@ -171,7 +173,7 @@ def has_layers(model: Any, layers: int) -> bool:
 
 def takes_masks(model: Any) -> bool:
     """Whether the model's attention takes a mask of one's own, as `forward_at` needs it."""
-    return getattr(model.config, "_attn_implementation", None) in ("sdpa", "eager")
+    return getattr(model.config, "_attn_implementation", None) in (sdpa.NAME, "sdpa", "eager")
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from workbench.errors import (
     WorkbenchError,
     out_of_memory,
 )
+from workbench.kv import sdpa
 from workbench.kv.artefact import ModelIdentity
 from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec, tokenizer_hash
@@ -186,6 +187,7 @@ def wrap(
         UnsupportedModelError: a model whose cache cannot be mapped, or whose weights are not on a device.
     """
     model.eval().requires_grad_(False)
+    sdpa.use(model)
     spec = KVSpec.from_config(model.config)
     devices = layer_devices(model, spec.layers)
     identity = ModelIdentity(name, revision, spec, tokenizer_hash(tokenizer))
