@@ -78,7 +78,7 @@ def fit(
         keep_state: leave the complete sums in `state_file`, so that a fit with another `top_k` or `ridge` can resume
             from them without reading anything again.
         back_file: the sums of the opposite direction go here, from the same reading: its fit can resume from them.
-        polish_texts: more documents to polish on, beside `texts`.
+        polish_texts: more documents to polish on, beside `texts`; their token ids are counted too.
 
     Returns:
         The mapper (float32), its manifest (without the tensors' sum, which saving fills in) and the report.
@@ -147,7 +147,9 @@ def fit(
         extra |= {"polish_kl": polished.kl, "polish_quotes_kl": polished.quotes_kl}
         seconds["polish"] = perf_counter() - clock
 
-    familiar, reread_share = familiar_ids(source.tokenizer, texts, sequences, options.reread)
+    familiar, reread_share = familiar_ids(
+        source.tokenizer, [*dict.fromkeys([*texts, *polish_texts])], sequences, options.reread
+    )
     mapper = replace(mapper, familiar=familiar, native_layers=options.native_layers)
     report = _report(gatherer, mapper, seconds, extra | {"reread_share": reread_share})
     manifest = Manifest(
