@@ -359,6 +359,22 @@ def test_tensors_of_another_number_of_native_layers_are_refused(saved):
         artefact.load(saved)
 
 
+def test_other_familiar_ids_are_another_mapper_and_cannot_be_swapped(made, tmp_path):
+    """What is re-read is part of what was measured and approved."""
+    mapper, manifest = made
+    sums = {}
+    for name, ids in (("none", ()), ("few", (3, 1)), ("more", (3, 1, 2))):
+        sums[name] = artefact.save(tmp_path / name, replace(mapper, familiar=ids), manifest).tensors_sha256
+        assert artefact.load(tmp_path / name)[0].familiar == ids
+    assert len(set(sums.values())) == 3
+    path = tmp_path / "few" / MANIFEST
+    data = json.loads(path.read_text()) | {"familiar": [3, 1, 2]}
+    del data["sum"]
+    path.write_text(json.dumps(data | {"sum": checksum(data)}))
+    with pytest.raises(ArtefactError, match="other familiar ids"):
+        artefact.load(tmp_path / "few")
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [(-1, "must be 1 to 4"), (5, "must be 1 to 4"), (0, "must be 1 to 4"), (True, "wrong type"), ("2", "wrong type"),

@@ -38,7 +38,7 @@ from workbench.kv.mapper import KVMapper, expected_shapes
 
 TENSORS, MANIFEST = "mapper.safetensors", "manifest.json"
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
-NATIVE = "native_layers"
+NATIVE, FAMILIAR = "native_layers", "familiar"  # in the header of the tensors, so that their sum is another
 MANIFEST_LIMIT, HEADER_LIMIT = 4_000_000, 16_000_000
 
 
@@ -71,7 +71,10 @@ def save(folder: Path, mapper: KVMapper, manifest: Manifest, dtype: torch.dtype 
         # Biases stay float32: with large key biases half precision would move every key by the same visible amount.
         tensors = {name: tensor.to(dtype) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
     native = mapper.native_layers
-    blob = save_tensors(tensors, {NATIVE: str(native)} if native else None)
+    told = {NATIVE: str(native)} if native else {}
+    if mapper.familiar:
+        told[FAMILIAR] = _sum_of_ids(mapper.familiar)
+    blob = save_tensors(tensors, told or None)
     manifest = replace(
         manifest,
         tensors_sha256=hashlib.sha256(blob).hexdigest(),
@@ -160,7 +163,7 @@ def load(
         path = folder / TENSORS
         _check_plain_file(path)
         names = _expected_shapes(manifest)
-        _check_header(path, {_stored(name): shape for name, shape in names.items()}, manifest.native_layers)
+        _check_header(path, {_stored(name): shape for name, shape in names.items()}, manifest)
         blob = path.read_bytes()
     if hashlib.sha256(blob).hexdigest() != manifest.tensors_sha256:
         raise ArtefactError(
@@ -276,8 +279,12 @@ def _check_plain_file(path: Path) -> None:
         raise ArtefactError(f"{path.name} in {path.parent.name!r} is not a plain file.")
 
 
-def _check_header(path: Path, shapes: dict[str, tuple[int, ...]], native_layers: int) -> None:
-    """Compare names, dtypes, shapes, native layers and the file's size with the manifest before anything is allocated.
+def _sum_of_ids(ids: tuple[int, ...]) -> str:
+    return hashlib.sha256(str(ids).encode()).hexdigest()
+
+
+def _check_header(path: Path, shapes: dict[str, tuple[int, ...]], manifest: Manifest) -> None:
+    """Compare names, dtypes, shapes, what runs natively and the file's size with the manifest before anything is allocated.
 
     Raises:
         ArtefactError: naming what differs.
@@ -298,10 +305,12 @@ def _check_header(path: Path, shapes: dict[str, tuple[int, ...]], native_layers:
     if not isinstance(header, dict):
         raise ArtefactError(f"{path.name} is no safetensors file: its header is not an object.")
     told = header.pop("__metadata__", None) or {}
-    if not isinstance(told, dict) or told.get(NATIVE, "0") != str(native_layers):
+    if not isinstance(told, dict) or told.get(NATIVE, "0") != str(manifest.native_layers):
         raise ArtefactError(
-            f"{path.name} was not saved with {native_layers} native layers, as the manifest says."
+            f"{path.name} was not saved with {manifest.native_layers} native layers, as the manifest says."
         )
+    if FAMILIAR in told and told[FAMILIAR] != _sum_of_ids(manifest.familiar):  # older files do not tell
+        raise ArtefactError(f"{path.name} was saved with other familiar ids than the manifest's.")
     for name in sorted(set(header) ^ set(shapes)):
         raise ArtefactError(
             f"{path.name} has {'no' if name in shapes else 'an unknown'} tensor {name[:80]!r}."
