@@ -91,18 +91,19 @@ def stream(
     with host.holding_lane(should_stop):
         wrong = maker.read(contexts[-1].ids)
     with workers((source, target), mapper.native_layers) as several:
-        for done in range(0, len(contexts), several.count):
+        for first in range(0, len(contexts), several.count):
             if should_stop and should_stop():
                 raise Cancelled("The evaluation was stopped.")
-            group = contexts[done : done + several.count]
+            group = contexts[first : first + several.count]
+            others = [contexts[first - 1], *group[:-1]]  # the wrong documents
             plans = [Plan(context.ids[-1], spans_of(context)) for context in group]
             with host.holding_lane(should_stop):
                 own = several.map(maker.read, [context.ids for context in group])
                 answers = several.map(
-                    lambda context, plan, own, before, wrong: answer(
-                        plan, maker.caches(context.ids, own, before.ids, wrong)
+                    lambda context, plan, own, other, wrong: answer(
+                        plan, maker.caches(context.ids, own, other.ids, wrong)
                     ),
-                    group, plans, own, [contexts[done - 1], *group[:-1]], [wrong, *own[:-1]],
+                    group, plans, own, others, [wrong, *own[:-1]],
                 )  # fmt: skip
             wrong = own[-1]
             for context, plan, by_arm in zip(group, plans, answers, strict=True):
@@ -111,7 +112,7 @@ def stream(
                 total += len(context.ids) + sum(len(span.ids) for span in plan.spans)
                 for arm, scored in by_arm:
                     mark(context, arm, scored, found)
-            done += len(group)
+            done = first + len(group)
             yield Step(done / len(contexts), f"context {done} of {len(contexts)}")
     results = {
         task: task_result(
