@@ -77,7 +77,6 @@ def prepare_environment(args: argparse.Namespace) -> None:
         if not 1 <= args.threads <= 1024:
             raise InputError("--threads must be between 1 and 1024.")
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(args.threads)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: a new cache in pages of 2 MB fills faster
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not args.debug:

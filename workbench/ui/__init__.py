@@ -5,7 +5,6 @@ import os
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
 os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "50")  # kept for a monitoring page that is switched off
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: a new cache in pages of 2 MB fills faster
 # In bfloat16 every new length of a text leaves compiled kernels behind, 1,024 of them by default: half a gigabyte.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
