@@ -43,9 +43,7 @@ from workbench.words import lowest
 
 ShouldStop = Callable[[], bool] | None
 PREFILL_CHUNK = 512  # tokens between two looks at the stop flag during a prefill in the chat
-MAP_BLOCK = (
-    256  # tokens mapped at a time: their features stay in the processor's cache, and memory stays bounded
-)
+MAP_BLOCK = 512  # tokens mapped at a time, so that memory stays bounded; in smaller blocks threads wait for each other
 GPU_MAP_BLOCK = 8192  # an accelerator wants large products
 SPARE_SHARE, LEAST_SPARE = (
     16,

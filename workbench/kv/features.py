@@ -29,12 +29,13 @@ class Features:
     """
 
     def __init__(
-        self, mapper: KVMapper, cache: Cache, start: int, stop: int, rotary: Rotary, first_layer: int = 0
+        self, mapper: KVMapper, cache: Cache, start: int, stop: int, rotary: Rotary, layers: range
     ) -> None:
+        """Args: layers: of the target, those that are made of these features; the rest as for `map_into`."""
         dtype, device = mapper.key_weight[0].dtype, mapper.key_weight[0].device
         self._mapper, self._width = mapper, mapper.source.kv_width
-        used = {"key": {i for row in mapper.key_layers[first_layer:] for i in row},
-                "value": {i for row in mapper.value_layers[first_layer:] for i in row}}  # fmt: skip
+        used = {"key": {i for t in layers for i in mapper.key_layers[t]},
+                "value": {i for t in layers for i in mapper.value_layers[t]}}  # fmt: skip
         if mapper.features == "both":
             used["key"] = used["value"] = used["key"] | used["value"]
         places = [(kind, layer) for kind in ("key", "value") for layer in sorted(used[kind])]

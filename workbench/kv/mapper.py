@@ -37,6 +37,7 @@ from workbench.kv.rope import Rotary
 from workbench.kv.spec import KVSpec
 
 FEATURES = ("own", "both")
+LAYERS_AT_ONCE = 3  # target layers whose source layers are in memory together, stripped
 """What a map reads: keys from keys and values from values, or each from keys and values."""
 
 
@@ -278,17 +279,21 @@ class KVMapper:
             )
         check_takes(target_cache, stop)
         try:
-            clock = perf_counter()
-            features = Features(self, source_cache, start, stop, rotary_src, first_layer)
-            times.strip_ms += (perf_counter() - clock) * 1e3
-            if self.reduce:
+            at_once = self.target.layers if self.reduce else LAYERS_AT_ONCE
+            for first in range(first_layer, self.target.layers, at_once):
+                layers = range(first, min(first + at_once, self.target.layers))
                 clock = perf_counter()
-                features.reduce(self)
-                times.product_ms += (perf_counter() - clock) * 1e3
-            for t in range(first_layer, self.target.layers):
-                if should_stop and should_stop():
-                    raise Cancelled("The switch was stopped.")
-                self._map_layer(t, features, target_cache, start, rotary_tgt, times)
+                features = Features(self, source_cache, start, stop, rotary_src, layers)
+                times.strip_ms += (perf_counter() - clock) * 1e3
+                if self.reduce:
+                    clock = perf_counter()
+                    features.reduce(self)
+                    times.product_ms += (perf_counter() - clock) * 1e3
+                for t in layers:
+                    if should_stop and should_stop():
+                        raise Cancelled("The switch was stopped.")
+                    self._map_layer(t, features, target_cache, start, rotary_tgt, times)
+                del features  # before the next ones are made
         except BaseException:
             truncate(written, start)
             raise
